@@ -8,31 +8,26 @@ A worker that starts cold compiles for minutes what another has compiled.
 3. After a miss the worker claims the graph. If another holds the claim, the job is tried again some seconds later; meanwhile
    the block runs uncompiled (compile_process/obtain.py).
 
-Names are those of the local store, so entries depend on all that the local cache depends on. Only the worker thread talks to
-the server; an error turns sharing off for `OFF_SECONDS`.
+Only the worker thread talks to the server; an error turns sharing off for `OFF_SECONDS`.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
-import hashlib
 import importlib.util
-import json
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import TorchCompileKitError
+from ..files import status_of
 from ..log import logger
-from .environment import environment
 from .stores import FolderStore, RedisStore, signed, verified, without_secrets
 
 # Variables, and the files in the user's folder that count where a variable is not set.
@@ -55,20 +50,11 @@ class SharedCache:
 
     def __init__(self, place: str, key: bytes, connect: Callable[[], RedisStore | FolderStore]):
         self.place = place
-        # Name -> when this process noticed that another compiles the graph.
-        self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
         self._store: RedisStore | FolderStore | None = None
-        self._over = threading.Event()  # set: the last request is over
-        self._over.set()
-        self._off_until = self._read_only_until = 0.0
+        self._request: Future | None = None  # the last one
+        self._off_until = 0.0
         self._warned: set[str] = set()
-        self._asking = threading.Lock()
-        self._has_told = False
-
-    def has_current(self) -> bool:
-        """Whether a worker has put code of these versions there, as far as can be told within `ANSWER_SECONDS`."""
-        return self.get(_name_of_versions()) is not None
 
     def get(self, name: str) -> bytes | None:
         entry = self._try(lambda store: store.get(PREFIX + name))
@@ -84,11 +70,7 @@ class SharedCache:
     def put(self, name: str, content: bytes) -> bool:
         """Put an entry; returns whether it is in the shared cache now."""
         entry = signed(self._key, name, content)
-        is_there = bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
-        if is_there and not self._has_told:
-            self._has_told = True
-            self.put(_name_of_versions(), b"")
-        return is_there
+        return bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
 
     def claim(self, name: str) -> bool:
         """Claim a graph; returns False if another worker holds the claim, as far as can be told."""
@@ -98,44 +80,36 @@ class SharedCache:
         self._try(lambda store: store.release(PREFIX + name), writes=True)
 
     def _try(self, action: Callable[[Any], Any], writes: bool = False) -> Any:
-        if time.monotonic() < max(self._off_until, self._read_only_until if writes else 0.0):
+        if time.monotonic() < self._off_until:
             return None
         try:
-            with self._asking:
-                return self._within_limit(lambda: action(self._connected()))
+            return self._within_limit(lambda: action(self._connected()))
         except Exception as error:  # of whatever kind: it must not stop a compilation
-            reason, until = without_secrets(error), time.monotonic() + OFF_SECONDS
             if writes and self._store is not None and isinstance(error, self._store.refused):
-                self._read_only_until = until
-                self._warn_once("the shared cache %s takes no entries (%s): code compiled here stays on this machine", reason)
+                message = "the shared cache %s takes no entries (%s): code compiled here stays on this machine"
             else:
-                self._off_until = until
+                self._off_until = time.monotonic() + OFF_SECONDS
                 message = (
                     "the shared cache %s does not answer (%s): code is compiled here, and it is asked again after a minute"
                 )
-                self._warn_once(message, reason)
+            self._warn_once(message, without_secrets(error))
             return None
 
     def _within_limit(self, action: Callable[[], Any]) -> Any:
-        """The result of `action`, on a thread of its own: the caller holds a lock that the sampler may wait for."""
-        if not self._over.is_set():
-            raise TimeoutError(errno.ETIMEDOUT, "an earlier request is not over")
-        answer: Future[Any] = Future()
-        self._over = over = threading.Event()
+        """The result of `action`, on a thread of its own, which may hang."""
+        if self._request is not None and not self._request.done():
+            raise TimeoutError("an earlier request is not over")
+        request: Future[Any] = Future()
 
         def run() -> None:
             try:
-                answer.set_result(action())
+                request.set_result(action())
             except BaseException as error:
-                answer.set_exception(error)
-            finally:
-                over.set()
+                request.set_exception(error)
 
         threading.Thread(target=run, name="torch-compile-kit shared cache", daemon=True).start()
-        wait([answer], ANSWER_SECONDS)
-        if not answer.done():
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS} s")
-        return answer.result()
+        self._request = request
+        return request.result(ANSWER_SECONDS)
 
     def _connected(self) -> RedisStore | FolderStore:
         self._store = self._store or self._connect()
@@ -147,10 +121,6 @@ class SharedCache:
             logger.warning(message, self.place, detail)
 
 
-def _name_of_versions() -> str:
-    return hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
-
-
 class SharedCacheOff(TorchCompileKitError):
     """Say why there is no shared cache, without quoting what the user has typed."""
 
@@ -158,7 +128,6 @@ class SharedCacheOff(TorchCompileKitError):
 class _Configured:
     where: tuple = ()
     cache: SharedCache | None = None
-    lock = threading.Lock()
 
 
 def configured() -> SharedCache | None:
@@ -171,23 +140,20 @@ def configure(folder: Path) -> None:
     No setting of ComfyUI's page names it: pages of other sites can write settings, and old files in the cache are deleted.
     """
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
-    with _Configured.lock:
-        if where == _Configured.where:  # else the user may have written a file, or closed it to others, as the log asked
-            return
-        _Configured.where, _Configured.cache = where, None
-        try:
-            if place := _read(ADDRESS, folder).decode():
-                _Configured.cache = _cache_at(place, _read(KEY, folder), folder)
-        except (SharedCacheOff, OSError, ValueError) as error:
-            reason = error if isinstance(error, SharedCacheOff) else without_secrets(error)
-            logger.warning("the shared cache is off: %s", reason)
+    if where == _Configured.where:  # else the user may have written a file, or closed it to others, as the log asked
+        return
+    _Configured.where, _Configured.cache = where, None
+    try:
+        if place := _read(ADDRESS, folder).decode():
+            _Configured.cache = _cache_at(place, _read(KEY, folder), folder)
+    except (SharedCacheOff, OSError, ValueError) as error:
+        reason = error if isinstance(error, SharedCacheOff) else without_secrets(error)
+        logger.warning("the shared cache is off: %s", reason)
 
 
 def _version_of(file: Path) -> tuple:
-    with suppress(OSError):
-        status = file.stat()
-        return status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
-    return ()
+    status = status_of(file)
+    return () if status is None else (status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid)
 
 
 def _read(variable: str, folder: Path) -> bytes:

@@ -17,7 +17,6 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +54,25 @@ class RedisStore:
         from redis.retry import Retry
 
         self.refused: type[Exception] = redis.exceptions.ResponseError
-        self._broken = redis.exceptions.ConnectionError, redis.exceptions.TimeoutError
         self._worker = uuid.uuid4().hex
         limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), LIMIT_SECONDS)
-        self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
-
-    def _ask(self, command: Callable[[Any], Any]) -> Any:
-        """Ask twice if the connection breaks: the server or a firewall may have closed it while it was idle."""
-        try:
-            return command(self._client)
-        except self._broken:
-            self._client.connection_pool.disconnect()
-            return command(self._client)
+        # The server or a firewall may have closed a connection that was idle.
+        broken = [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError]
+        self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1), retry_on_error=broken, **limits)
 
     def get(self, name: str) -> bytes | None:
-        return self._ask(lambda client: client.get(name))
+        return self._client.get(name)
 
     def put(self, name: str, entry: bytes) -> None:
-        self._ask(lambda client: client.set(name, entry, ex=KEPT_SECONDS))
+        self._client.set(name, entry, ex=KEPT_SECONDS)
 
     def claim(self, name: str) -> bool:
         key, me = f"{name}:claim", self._worker
         # The first of two attempts may have claimed the name, and only its answer was lost.
-        return bool(self._ask(lambda c: c.set(key, me, nx=True, ex=CLAIM_SECONDS) or c.get(key) == me.encode()))
+        return bool(self._client.set(key, me, nx=True, ex=CLAIM_SECONDS)) or self._client.get(key) == me.encode()
 
     def release(self, name: str) -> None:
-        self._ask(lambda client: client.eval(_RELEASE, 1, f"{name}:claim", self._worker))
+        self._client.eval(_RELEASE, 1, f"{name}:claim", self._worker)
 
 
 class FolderStore:
@@ -134,14 +126,12 @@ class FolderStore:
             try:
                 with claim.open("x") as file:
                     file.write(self._worker)
-            except FileExistsError:
-                if is_over := self._now() - _written(claim) > CLAIM_SECONDS:
-                    remove_file(claim)
-                else:
-                    return False
-            else:
                 return True
-        return is_over  # the claim is over, but cannot be removed
+            except FileExistsError:
+                if self._now() - _written(claim) <= CLAIM_SECONDS:
+                    return False
+                remove_file(claim)
+        return True  # the claim is over, but cannot be removed
 
     def release(self, name: str) -> None:
         claim = self._file(name, "claim")

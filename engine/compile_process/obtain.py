@@ -19,7 +19,6 @@ from torch import fx
 from ..background.thread import Postponed
 from ..cache import code_store, shared
 from ..cache.environment import environment
-from ..cache.stores import CLAIM_SECONDS
 from ..files import write_whole
 from ..log import logger
 from ..tensor_spec import hint, is_symbol
@@ -117,33 +116,32 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
     kept = _kept(get, request, distrusted)
     if isinstance(kept, Code):
         return kept
-    name, claimed = kept, None
+    if others is None or distrusted is not None:
+        return _make(request, block, patient, kept)
+    claimed = kept
+    if not (is_claimed := others.claim(claimed)) and patient:
+        raise Postponed("another worker compiles this graph")
     try:
-        if others is not None and distrusted is None:
-            claimed = name if others.claim(name) else None
-            if claimed:
-                kept = _kept(get, request, distrusted)
-                if isinstance(kept, Code):
-                    return kept  # the worker that had the claim has compiled the graph meanwhile
-                name = kept
-            if not claimed and patient:
-                now = time.monotonic()
-                if now - others.waiting_since.setdefault(name, now) < CLAIM_SECONDS:
-                    raise Postponed("another worker compiles this graph")
-            others.waiting_since.pop(name, None)
-        code = compile_process.lower(request.text, patient, request.measures)
-        if not holds(code.guards, request.sizes):
-            raise LowerInline("the guards of its code do not hold for its own sizes")
-        if store is not None:  # else it is not known which names others have given to code of this graph
-            code = replace(code, inputs=request.inputs.packed() if request.inputs is not None else "")
-            content = code.packed({"class": block, "environment": environment()})
-            store.put(name, content)
-            if others is not None:
-                others.put(name, content)
-        return replace(code, name=name)
+        kept = _kept(get, request, distrusted)  # the worker that had the claim may have compiled the graph meanwhile
+        return kept if isinstance(kept, Code) else _make(request, block, patient, kept)
     finally:
-        if claimed and others is not None:
+        if is_claimed:
             others.release(claimed)
+
+
+def _make(request: Request, block: str, patient: bool, name: str) -> Code:
+    """Have the compile process make the code, and keep it under a name."""
+    store, others = code_store.current(), shared.configured()
+    code = compile_process.lower(request.text, patient, request.measures)
+    if not holds(code.guards, request.sizes):
+        raise LowerInline("the guards of its code do not hold for its own sizes")
+    if store is not None:  # else it is not known which names others have given to code of this graph
+        code = replace(code, inputs=request.inputs.packed() if request.inputs is not None else "")
+        content = code.packed({"class": block, "environment": environment()})
+        store.put(name, content)
+        if others is not None:
+            others.put(name, content)
+    return replace(code, name=name)
 
 
 def is_on_disk(request: Request) -> bool:
@@ -224,13 +222,12 @@ def _without_workers() -> Iterator[None]:
 
 
 def get_ready_to_compile(starts: bool = True, imports: bool = True) -> None:
-    """Start the compile process, and import what tracing needs, each on a thread of its own. If the store, or the shared one,
-    has code of these versions, the process may not be needed: then the first graph that has no code starts it."""
+    """Start the compile process, and import what tracing needs, each on a thread of its own. If the store has code of these
+    versions, or machines share code, the process may not be needed: then the first graph that has no code starts it."""
     global _not_before
     now = time.monotonic()
     if starts and compile_process.pid is None and now >= _not_before:
         _not_before = now + START_AGAIN_SECONDS
-        # A server that shares code may not answer, so a thread asks.
         started(threading.Thread(target=_start_unless_kept, name="torch-compile-kit start", daemon=True))
     if imports:
         import_ahead()
@@ -242,7 +239,8 @@ _not_before = 0.0
 
 
 def _start_unless_kept() -> None:
-    if not any(kept is not None and kept.has_current() for kept in (code_store.current(), shared.configured())):
+    store = code_store.current()
+    if shared.configured() is None and (store is None or not store.has_current()):
         compile_process.start()
 
 

@@ -159,35 +159,6 @@ def test_the_calling_thread_never_talks_to_the_server(configure, shared, images,
     assert threads and threading.main_thread() not in threads
 
 
-def test_a_worker_tells_of_code_of_its_versions(configure, images, worker, engine, monkeypatch, place):
-    """So that one with an empty disk starts no compile process."""
-    assert not configure(place).has_current()
-    images(worker("one"))
-    configure(None)
-    cache = configure(place)
-    assert cache.has_current()
-    here = engine("cache.environment").environment()
-    monkeypatch.setattr(engine("cache.shared"), "environment", lambda: {**here, "torch": "9.9"})
-    assert not cache.has_current()
-
-
-def test_two_threads_may_ask_at_once(configure, shared, tmp_path, monkeypatch, caplog):
-    """The second waits for the first: it is no server that does not answer."""
-    cache = configure(tmp_path / "volume")
-    begun, go_on = threading.Event(), threading.Event()
-    get, answers = shared.FolderStore.get, []
-    monkeypatch.setattr(shared.FolderStore, "get", lambda *args: begun.set() or (go_on.wait(3) and get(*args)))
-    first = threading.Thread(target=cache.has_current)
-    first.start()
-    assert begun.wait(60)
-    second = threading.Thread(target=lambda: answers.append(cache.put(NAME, b"content")))
-    second.start()
-    go_on.set()
-    first.join()
-    second.join()
-    assert answers == [True] and not caplog.text
-
-
 # One compiles, the others take it.
 
 
@@ -231,30 +202,34 @@ def test_waiting_for_another_worker_is_no_failed_attempt(elsewhere, engine, work
     test_another_worker_compiles_the_graph(elsewhere, worker, process)
 
 
-def test_a_call_that_waits_does_not_wait_for_another_worker(elsewhere, shared, worker, process):
+def is_postponed(runs):
+    return any(job.due for group in runs._groups for job in group.code.jobs)
+
+
+def test_a_call_that_waits_does_not_wait_for_another_worker(elsewhere, worker, process):
     runs, before = worker("two"), process.lowered
     with torch.inference_mode():
         assert torch.equal(runs.at_once(X), runs.net(X))
-    assert process.lowered == before + 1 and not shared._Configured.cache.waiting_since
+    assert process.lowered == before + 1
 
 
-def test_a_graph_that_waits_for_another_worker_is_compiled_when_a_call_waits_for_it(elsewhere, shared, worker, process):
+def test_a_graph_that_waits_for_another_worker_is_compiled_when_a_call_waits_for_it(elsewhere, worker, process):
     runs, before = worker("two"), process.lowered
     with torch.inference_mode():
         runs(X)
-        wait_until(lambda: shared._Configured.cache.waiting_since, "it waits")
+        wait_until(lambda: is_postponed(runs), "it waits")
         assert process.lowered == before
         assert torch.equal(runs.at_once(X), runs.net(X))
-    assert process.lowered == before + 1 and not shared._Configured.cache.waiting_since
+    assert process.lowered == before + 1
 
 
 def test_a_graph_that_waits_for_another_worker_is_compiled_when_sampling_waits_for_all_graphs(
-    elsewhere, shared, worker, engine, process
+    elsewhere, worker, engine, process
 ):
     runs, compiler, before = worker("two"), engine("background.thread").compiler, process.lowered
     with torch.inference_mode():
         runs(X)
-        wait_until(lambda: shared._Configured.cache.waiting_since, "it waits")
+        wait_until(lambda: is_postponed(runs), "it waits")
         assert compiler.have_awaited() and compiler.wait(20) and process.lowered == before + 1
         result, uncompiled = runs(X)
         assert not uncompiled and torch.equal(result, runs.net(X))
@@ -264,13 +239,6 @@ def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, stores, images, work
     (claim,) = subfolder(tmp_path / "volume").glob("*.claim")
     os.utime(claim, (time.time() - stores.CLAIM_SECONDS - 1,) * 2)
     assert images(worker("two")) == 1
-
-
-def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, engine, shared, stores, images, worker, monkeypatch):
-    """Workers that fail one after the other each claim the graph anew."""
-    monkeypatch.setattr(engine("compile_process.obtain"), "CLAIM_SECONDS", 1)
-    monkeypatch.setattr(stores.FolderStore, "claim", lambda *_: False)
-    assert images(worker("two")) == 1 and not shared._Configured.cache.waiting_since
 
 
 @pytest.fixture

@@ -71,17 +71,17 @@ def test_the_servers_event_loop_does_not_wait_for_the_users_drive(pack_module, f
     assert folder.asked == ["process"]
 
 
-@pytest.mark.parametrize("shared", [None, False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("kept", [None, False, True])
-def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monkeypatch, kept, shared):
-    """None: there is no such place."""
+def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monkeypatch, kept, is_shared):
+    """None: there is no store."""
     obtain = engine("compile_process.obtain")
-    for module, name, is_current in ((obtain.code_store, "current", kept), (obtain.shared, "configured", shared)):
-        place = None if is_current is None else types.SimpleNamespace(has_current=lambda is_current=is_current: is_current)
-        monkeypatch.setattr(module, name, lambda place=place: place)
+    store = None if kept is None else types.SimpleNamespace(has_current=lambda: kept)
+    monkeypatch.setattr(obtain.code_store, "current", lambda: store)
+    monkeypatch.setattr(obtain.shared, "configured", lambda: object() if is_shared else None)
     folder.get_ready(engine("settings").CompileSettings())
     wait_for_start()
-    assert folder.asked == ([] if kept or shared else ["process"])
+    assert folder.asked == ([] if kept or is_shared else ["process"])
 
 
 def test_a_process_that_does_not_stay_is_not_started_for_each_call(engine, folder, monkeypatch):
@@ -93,17 +93,6 @@ def test_a_process_that_does_not_stay_is_not_started_for_each_call(engine, folde
         obtain.get_ready_to_compile(imports=False)
         wait_for_start()
     assert folder.asked == ["import", "process", "process"]
-
-
-def test_nobody_waits_for_a_shared_cache_that_does_not_answer(engine, folder, monkeypatch):
-    asked, answers = threading.Event(), threading.Event()
-    cache = types.SimpleNamespace(has_current=lambda: asked.set() or not answers.wait(60))
-    monkeypatch.setattr(engine("compile_process.obtain").shared, "configured", lambda: cache)
-    folder.get_ready(engine("settings").CompileSettings())
-    assert asked.wait(60) and not folder.asked
-    answers.set()
-    wait_for_start()
-    assert folder.asked == ["process"]
 
 
 def test_the_process_imports_what_the_host_has_imported(engine, folder):
