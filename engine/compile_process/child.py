@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 IDLE_SECONDS = 60.0
@@ -75,22 +76,20 @@ def lowering_for(hello: dict[str, Any]) -> Any:
     if hello["cards"]:
         engine("torch_compat.stand_in_card").stand_in(hello["cards"])
     for name in hello["modules"]:
-        try:
+        with logged(f"{name} cannot be imported"):
             importlib.import_module(name)
-        except Exception as error:  # a graph that needs the module will say so
-            if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
-                raise
-            sys.stderr.write(f"{name} cannot be imported: {error}\n")
     return engine("compile_process.lowering")
 
 
-def warm_up(lowering: Any) -> None:
+@contextlib.contextmanager
+def logged(what: str) -> Iterator[None]:
+    """Log an error: a graph for which it matters will say so."""
     try:
-        lowering.warm_up()
-    except Exception as error:  # the first graph tells why
-        if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may have room
             raise
-        sys.stderr.write(f"a small graph cannot be lowered: {error}\n")
+        sys.stderr.write(f"{what}: {error}\n")
 
 
 def kill_group(pid: int) -> None:
@@ -170,7 +169,8 @@ def main() -> None:
             if is_cold:  # nobody waits: a model is being loaded
                 is_cold = False
                 works.set()
-                warm_up(lowering)
+                with logged("a small graph cannot be lowered"):
+                    lowering.warm_up()
                 continue
             answer({"idle": True})
             end()

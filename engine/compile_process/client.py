@@ -1,12 +1,11 @@
 """Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
 
-`compile_process.lower` is called by the worker thread, one graph at a time, and waits without the GIL. It raises `Lost` where a
+The worker thread calls `compile_process.lower`, one graph at a time, and waits without the GIL. `lower` raises `Lost` where a
 second process was lost with the same graph, or did not start; `Outdated` after an update on disk; and `Unavailable` where no
 process can be started: then graphs are lowered in the call that traced them.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import queue
@@ -19,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from ..background.thread import Postponed, compiler
+from ..background.thread import compiler
 from ..cache.environment import versions
 from ..failures.describe import DescribedError
 from ..files import locked
@@ -41,9 +40,8 @@ LONGEST_SECONDS = 1800.0
 MOST_WORKERS = 8
 # A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# After a graph for which no process has started, graphs that nobody waits for stay uncompiled for some time. After several such
-# graphs in a row, all graphs are lowered in the call that traced them, for a longer time. Then a process is tried again.
-BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
+# After so many graphs in a row for which no process has started, graphs are lowered in the call that traced them for a while.
+UNSTARTED_GRAPHS, BACK_OFF_SECONDS = 3, 600.0
 
 
 class Unavailable(LowerInline):
@@ -78,12 +76,7 @@ class LoweringFailed(DescribedError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no process is asked.
-
-    Args:
-        error: raised for each graph; `Postponed` only for graphs that nobody waits for.
-        until: when a process is tried again, by `time.monotonic`.
-    """
+    """Why no process is asked: `error` is raised for each graph, until a moment of `time.monotonic`."""
 
     error: type[Exception]
     reason: str
@@ -95,35 +88,19 @@ def folders(scratch: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
 
 
-def is_split(path: PurePath) -> bool:
-    """Whether C++ compilers get a path in pieces: PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
-    return re.search(r"[\s'\"\\]", path.as_posix()) is not None
-
-
-def unsplit(path: Path) -> Path:
-    """On Windows (users are named "Jane Doe") the short name of a path that `is_split`; the path itself if it has none."""
-    if sys.platform != "win32" or not is_split(path):
-        return path
-    there = next(parent for parent in (path, *path.parents) if parent.exists() or parent == parent.parent)
-    buffer = ctypes.create_unicode_buffer(2**15)
-    is_done = ctypes.windll.kernel32.GetShortPathNameW(str(there), buffer, len(buffer))
-    return Path(buffer.value, path.relative_to(there)) if is_done else path
-
-
 def _may_hold_code(place: Path) -> bool:
-    """Whether libraries can be written there and loaded: not where programs may not run (`mount -o noexec`)."""
+    """Whether libraries can be written there, built and loaded: not where programs may not run (`mount -o noexec`), nor where
+    C++ compilers get the path in pieces, as PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    if not os.access(place, os.W_OK) or re.search(r"[\s'\"\\]", place.as_posix()):
         return False
     return not hasattr(os, "ST_NOEXEC") or not os.statvfs(place).f_flag & os.ST_NOEXEC  # Linux
 
 
 def _private_folder() -> Path:
-    """A new folder, if possible one whose path C++ compilers get in one piece."""
-    places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache")]
-    places += [Path("/tmp")] if os.name == "posix" else []
-    place = next((place for place in places if _may_hold_code(place) and not is_split(place)), places[0])
+    places = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
+    place = next(filter(_may_hold_code, places if os.name == "posix" else places[:2]), places[0])
     for left in place.glob(f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
@@ -196,10 +173,10 @@ class CompileProcess:
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
 
-    def check(self, patient: bool = False) -> None:
-        """Raise the refusal that is in force: `Outdated`, `Unavailable` or, for a patient graph (see `lower`), `Postponed`."""
+    def check(self) -> None:
+        """Raise the refusal that is in force: `Outdated` or `Unavailable`."""
         refusal = self.refusal
-        if refusal is not None and time.monotonic() < refusal.until and (patient or refusal.error is not Postponed):
+        if refusal is not None and time.monotonic() < refusal.until:
             raise refusal.error(refusal.reason)
 
     @property
@@ -251,12 +228,11 @@ class CompileProcess:
             measures: lowering runs kernels, so the process must see the cards, and takes memory of one.
 
         Raises:
-            Unavailable, Lost: see the module.
-            Postponed: no process has started, and one is tried later.
+            Unavailable, Lost, Outdated: see the module.
             LoweringFailed: the compiler refused the graph.
             LowerInline: PyTorch gives no artefact for it.
         """
-        self.check(patient)
+        self.check()
         failed: LoweringFailed | None = None
         with self._lock:
             try:
@@ -272,28 +248,21 @@ class CompileProcess:
             except Lost as error:
                 if failed is not None:
                     raise failed from error
-                if isinstance(error, NotStarted):
-                    self._count_unstarted(error, patient)
+                self._unstarted += isinstance(error, NotStarted)
+                if self._unstarted >= UNSTARTED_GRAPHS:
+                    self._give_up(str(error), BACK_OFF_SECONDS)
                 raise
 
-    def _count_unstarted(self, error: NotStarted, patient: bool) -> None:
-        self._unstarted += 1
-        if self._unstarted >= UNSTARTED_GRAPHS:
-            self._give_up(str(error), LONG_BACK_OFF_SECONDS)
-        if patient:
-            logger.warning("%s Blocks run uncompiled, and one is started after %.0f s.", error, BACK_OFF_SECONDS)
-        self._refuse(Postponed, str(error), BACK_OFF_SECONDS, patient)
-
-    def _give_up(self, reason: str, seconds: float) -> None:
+    def _give_up(self, reason: str, seconds: float = math.inf) -> None:
         again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
         logger.warning("code is compiled before the first image: %s%s", reason, again)
         self._refuse(Unavailable, reason, seconds)
 
-    def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
+    def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf) -> None:
         """Ask no process for `seconds`; raises what `check` does."""
         if self.refusal is None or self.refusal.until < math.inf:
             self.refusal = Refusal(error, reason, time.monotonic() + seconds)
-        self.check(patient)
+        self.check()
 
     def _ask(self, request: str, patient: bool, measures: bool) -> Code:
         while True:
@@ -378,7 +347,7 @@ class CompileProcess:
 
     def _start(self, measures: bool) -> _Running:
         if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
-            self._give_up(f"{sys.executable or 'nothing'} is no Python that could be started once more", math.inf)
+            self._give_up(f"{sys.executable or 'nothing'} is no Python that could be started once more")
         workers = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2))),
             "TORCHINDUCTOR_WORKER_START": "fork",

@@ -33,22 +33,24 @@ def load_ahead(store: CodeStore, goes_on: Callable[[], bool]) -> None:
     for name in [*store.entries()][:MOST]:
         if not goes_on():
             return
-        if not store.is_current(name):
-            continue
         try:
-            code = Code.unpacked(store.read(name, is_use=False) or b"", name)
-            inputs = Inputs.unpacked(code.inputs) if code.inputs else None
+            if store.is_current(name):
+                _queue(name, store.read(name, is_use=False) or b"", goes_on)
         except Exception as error:
-            logger.debug("the entry %s is not loaded ahead: %s", name, in_one_line(error))
-            continue
-        if code.is_for_this_cpu and (inputs is not None or not torch.cuda.is_available()):
-            device = torch.device("cpu") if inputs is None else inputs.device
-            action = functools.partial(_load, code, inputs, device, goes_on)
-            compiler.submit(Job(weakref.ref(compiler), action, device, functools.partial(_note_error, name)))
+            _note_error(name, error)
 
 
-def _load(code: Code, inputs: Inputs | None, device: torch.device, goes_on: Callable[[], bool]) -> None:
-    if not goes_on() or code.name is None:
+def _queue(name: str, content: bytes, goes_on: Callable[[], bool]) -> None:
+    code = Code.unpacked(content, name)
+    inputs = Inputs.unpacked(code.inputs) if code.inputs else None
+    if code.is_for_this_cpu and (inputs is not None or not torch.cuda.is_available()):
+        device = torch.device("cpu") if inputs is None else inputs.device
+        action = functools.partial(_load, name, code, inputs, device, goes_on)
+        compiler.submit(Job(weakref.ref(compiler), action, device, functools.partial(_note_error, name)))
+
+
+def _load(name: str, code: Code, inputs: Inputs | None, device: torch.device, goes_on: Callable[[], bool]) -> None:
+    if not goes_on():
         return
     began = time.perf_counter()
     with gpu_locks[device]:
@@ -56,20 +58,20 @@ def _load(code: Code, inputs: Inputs | None, device: torch.device, goes_on: Call
         if inputs is not None:
             inputs.warm_up(run, 0)
             torch.cuda.empty_cache()  # no other thread would use what the worker's stream has left
-    _ready[code.name] = replace(code, artefact=b"", files={}), run
-    logger.debug("the entry %s was loaded ahead in %.1f s", code.name, time.perf_counter() - began)
+    _ready[name] = replace(code, artefact=b"", files={}), run
+    logger.debug("the entry %s was loaded ahead in %.1f s", name, time.perf_counter() - began)
 
 
 def _note_error(name: str, error: Exception) -> None:
-    logger.debug("the entry %s could not be loaded ahead: %s", name, in_one_line(error))
+    logger.debug("the entry %s is not loaded ahead: %s", name, in_one_line(error))
 
 
 def ready_for(request: Request) -> tuple[Code, Callable] | None:
     """Code of a request that was loaded ahead, and the function to call."""
     for name in names_for(request):
-        code, run = _ready.get(name, (None, None))
-        if code is not None and run is not None and holds(code.guards, request.sizes):
+        ready = _ready.get(name)
+        if ready is not None and holds(ready[0].guards, request.sizes):
             if (store := current()) is not None:
                 store.note_use(name)
-            return code, run
+            return ready
     return None

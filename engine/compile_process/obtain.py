@@ -24,7 +24,7 @@ from ..log import logger
 from ..tensor_spec import hint, is_symbol
 from ..threads import started, yielding
 from ..torch_compat import private
-from ..torch_settings import folder_scope
+from ..torch_settings import SharedScope, folder_scope
 from . import lowering_settings, wire
 from .artefact import Code
 from .client import compile_process, folders
@@ -187,7 +187,8 @@ def load(code: Code) -> Callable[..., Any]:
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
     places = folder_scope.applied(inductor_folder=inductor, triton_folder=triton)
-    with yielding(), places, _without_workers(), _without_cuda_graphs():
+    workers = _workers_scope.wrapping(use_process_pool=_on_other_threads)
+    with yielding(), places, workers, _without_cuda_graphs():
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 
@@ -203,22 +204,14 @@ def _without_cuda_graphs() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_workers() -> Iterator[None]:
+_workers_scope = SharedScope({"use_process_pool": private.switch("use_process_pool")})
+
+
+def _on_other_threads(use_process_pool: classmethod) -> classmethod:
     """Keep PyTorch from starting a process for compiling kernels when code is loaded (torch/_inductor/async_compile.py): the
     kernels are there already, and it takes half a GiB. On other threads, which may compile, PyTorch still starts it."""
-    compiler, thread = private.AsyncCompile, threading.get_ident()
-    before = vars(compiler).get("use_process_pool") if compiler is not None else None
-    if before is None:
-        yield
-        return
-    ours = classmethod(lambda cls: threading.get_ident() != thread and before.__get__(None, cls)())
-    compiler.use_process_pool = ours
-    try:
-        yield
-    finally:
-        if vars(compiler)["use_process_pool"] is ours:
-            compiler.use_process_pool = before
+    thread = threading.get_ident()
+    return classmethod(lambda cls: threading.get_ident() != thread and use_process_pool.__get__(None, cls)())
 
 
 def get_ready_to_compile(starts: bool = True, imports: bool = True) -> None:
@@ -246,14 +239,12 @@ def _start_unless_kept() -> None:
 
 # Private names of PyTorch: tracing and `load` need the modules that define them.
 _IMPORTED = "callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"
-_importing: list[threading.Thread] = []
 
 
 @functools.cache
 def import_ahead() -> threading.Thread:
     """Import what tracing and `load` need, seconds of Python, on a thread of its own. Once a process."""
     thread = threading.Thread(target=_import, name="torch-compile-kit import", daemon=True)
-    _importing.append(thread)
     started(thread)
     return thread
 
@@ -266,9 +257,7 @@ def wait_for_imports() -> None:
 
 def is_imported() -> bool:
     """Whether `import_ahead` is done, or could start no thread: then the first trace imports the modules."""
-    if _importing:
-        return not _importing[0].is_alive()
-    return all(private.is_imported(name) for name in _IMPORTED)
+    return not import_ahead().is_alive()
 
 
 def _import() -> None:

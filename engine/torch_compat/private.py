@@ -153,7 +153,9 @@ NAMES = {
     "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", _IN_CALL),
     "backend_from_string": PrivateName("torch.nn.attention:_backend_from_string", _IN_CALL),
     "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
-    "AsyncCompile": PrivateName("torch._inductor.async_compile:AsyncCompile", "ComfyUI takes half a GiB of memory more"),
+    "use_process_pool": PrivateName(
+        "torch._inductor.async_compile:AsyncCompile.use_process_pool", "ComfyUI takes half a GiB of memory more"
+    ),
     "cpp_kernels": PrivateName(
         "torch._inductor.codecache:CppPythonBindingsCodeCache.cache", "kernels for a CPU may be built once more", {}
     ),
@@ -185,13 +187,6 @@ def _find(entry: PrivateName) -> Any:
         if entry.without:
             logger.warning("PyTorch %s has no %s: %s (%s)", torch.__version__, entry.path, entry.without, error)
         return entry.instead
-
-
-def is_imported(name: str, attribute: str = "") -> bool:
-    """Whether the module of a name is imported, at least as far as the name or, if the name is a module, `attribute` in it."""
-    module, _, path = NAMES[name].path.partition(":")
-    first = path.partition(".")[0] or attribute
-    return module in sys.modules and (not first or hasattr(sys.modules[module], first))
 
 
 @functools.cache
