@@ -1,6 +1,6 @@
 """Pack the compiled code of a model into one file, to carry to another machine of the same kind.
 
-A line that names the format, a line of JSON, the store's entries without their signatures, and the sha256 of all that. A file
+A line that names the format, entries of the store (`code_store.packed`), and the sha256 of all that. A file
 of `torch.compiler.save_cache_artifacts` would hold the code of other packs too, nothing that an earlier process compiled, no
 compiled C++ of the CPU, and no header that could be checked before it is unpickled.
 
@@ -8,7 +8,6 @@ The checks find damage and the wrong machine, not malice: what is in such a file
 """
 
 import hashlib
-import json
 import os
 import stat
 import tempfile
@@ -16,16 +15,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..errors import TorchCompileKitError
 from ..files import remove_leftovers, write_whole
-from .code_store import NAME, STRUCTURE, CodeStore, header_of
+from .code_store import NAME, STRUCTURE, CodeStore, packed, unpacked
 from .environment import environment
 
 # .safetensors stands for "no code inside".
 SUFFIX = ".tckcache"
-FORMAT = b"torch-compile-kit cache 6\n"
+FORMAT = b"torch-compile-kit cache 7\n"
 _UNREADABLE = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
@@ -52,36 +51,26 @@ def write_cache_file(
     models: list[str],
     sizes: list[str],
 ) -> int:
-    """Pack entries of the store.
+    """Pack the entries of some names into a file; returns how many there are.
 
     Args:
         path: replaced when it exists, in one step.
-        names: of entries.
         structures: names under which choices for whole models are kept.
         pack: version of this pack, for people who look into the file.
-
-    Returns:
-        How many graphs are in it.
     """
     entries = {name: content for name in sorted(names) if (content := store.read(name)) is not None}
     if not entries:
         raise CacheFileError(f"nothing of this model is in the cache folder {store.folder}; run Torch Compile Warmup before.")
     choices = {name: kept for name in structures if (kept := store.choices(name))}
     header = {"pack": pack, "environment": environment(), "models": models, "sizes": sizes, "choices": choices}
+    data = FORMAT + packed(header, entries)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        write_whole(path, _packed(header, entries))
+        write_whole(path, data + _digest(data))
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
     return len(entries)
-
-
-def _packed(header: dict[str, Any], entries: dict[str, bytes]) -> bytes:
-    listed = [[name, len(content)] for name, content in entries.items()]
-    text = json.dumps({**header, "entries": listed}).encode()
-    data = b"".join([FORMAT, text, b"\n", *entries.values()])
-    return data + _digest(data)
 
 
 def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
@@ -144,18 +133,16 @@ def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
 
 
 def _parsed(name: str, data: bytes) -> CacheFile:
-    header, at, entries = header_of(data), data.index(b"\n") + 1, {}
+    header, entries = unpacked(data)
     there = {key: header["environment"].get(key) for key in environment()}
     differing = [f"{k} is {v} here, {str(there[k])[:100]} in the file" for k, v in environment().items() if there[k] != v]
     if differing:
         raise CacheFileError(f"{name} was made for another machine: {'; '.join(differing)}. Save one on a machine like this.")
-    for entry, size in header["entries"]:
+    for entry in entries:
         if not NAME.fullmatch(entry):
             raise CacheFileError(f"{name} holds {entry[:200]!r}, which is no compiled code. Do not use it.")
-        entries[entry] = data[at : at + size]
-        at += size
     choices = {key: {str(choice): str(value) for choice, value in kept.items()} for key, kept in header["choices"].items()}
-    if at != len(data) or not all(map(STRUCTURE.fullmatch, choices)):
-        raise ValueError("its parts do not fit")
+    if not all(map(STRUCTURE.fullmatch, choices)):
+        raise ValueError("its choices are for no model")
     models, sizes = ([str(text) for text in header[key]] for key in ("models", "sizes"))
     return CacheFile(models, sizes, entries, choices)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ class CodeStore:
     folder: Path
     limit: int
     key: bytes
-    _about: dict[str, dict[str, Any]] = field(default_factory=dict)
     _is_unwritable: bool = False
 
     def get(self, name: str) -> bytes | None:
@@ -126,7 +125,7 @@ class CodeStore:
         try:
             with self._file(name).open("rb") as file:
                 file.seek(SIGNATURE_BYTES)
-                header = header_of(file.read(1 << 14))
+                header = header_of(file.readline())
         except (OSError, ValueError):
             return {}
         return header if isinstance(header.get("environment"), dict) else {}
@@ -169,21 +168,38 @@ class CodeStore:
         return before - self.size()
 
     def usage(self) -> dict[str, Any]:
-        """Folder, sizes and entries for the page and for scripts, which ask again and again."""
+        """Folder, sizes and entries for the page and for scripts."""
         entries = []
         for name, status in self.entries().items():
-            about = self._about.get(name) or self._about.setdefault(name, self.about(name))
+            about = self.about(name)
             told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
             entries.append({**about.get("environment", {}), **told})
         size = sum(entry["bytes"] for entry in entries)
         return {"folder": str(self.folder), "bytes": size, "entries": entries, "limit": self.limit}
 
 
-def header_of(content: bytes) -> dict[str, Any]:
-    """The object at the beginning of an entry, a line of JSON; ValueError if there is none."""
-    line, newline, _rest = content.partition(b"\n")
+def packed(header: dict[str, Any], parts: dict[str, bytes]) -> bytes:
+    """A line of JSON, which is the header with names and sizes of the parts, and the parts."""
+    sizes = [[name, len(part)] for name, part in parts.items()]
+    return b"".join([json.dumps({**header, "parts": sizes}).encode(), b"\n", *parts.values()])
+
+
+def unpacked(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The header and the parts of what was `packed`; raises ValueError, KeyError or TypeError for other content."""
+    at, parts = content.find(b"\n") + 1, {}
+    header = header_of(content[:at])
+    for name, size in header["parts"]:
+        parts[name] = content[at : at + size]
+        at += size
+    if at != len(content):
+        raise ValueError("its parts do not fit")
+    return header, parts
+
+
+def header_of(line: bytes) -> dict[str, Any]:
+    """The header of what was `packed`; ValueError if the line is none."""
     try:
-        header = json.loads(line) if newline else None
+        header = json.loads(line)
     except RecursionError:
         header = None
     if not isinstance(header, dict):

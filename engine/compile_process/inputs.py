@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,13 +35,13 @@ _tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=T
 
 @dataclass(frozen=True)
 class Inputs:
-    """What code is called with.
+    """What code is called with, as JSON.
 
     Args:
-        given: for each input a number, or the spec of a tensor and whether code may write to it: weights it only reads.
+        given: for each input a number, or [shape, strides, dtype, device, whether code may write to it]: weights it only reads.
     """
 
-    given: tuple[Any, ...]
+    given: list[Any]
 
     @classmethod
     def of(cls, graph: fx.GraphModule, fakes: Sequence[Any]) -> Inputs | None:
@@ -57,38 +56,16 @@ class Inputs:
             return None
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         return cls(
-            tuple(
-                (TensorSpec.of(fake), not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
-                for node, fake in zip(nodes, fakes, strict=True)
-            )
-        )
-
-    def packed(self) -> str:
-        return json.dumps(
             [
-                [one[0].shape, one[0].stride, str(one[0].dtype).partition(".")[2], str(one[0].device), one[1]]
-                if isinstance(one, tuple)
-                else one
-                for one in self.given
+                _described(fake, not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
+                for node, fake in zip(nodes, fakes, strict=True)
             ]
         )
 
-    @classmethod
-    def unpacked(cls, text: str) -> Inputs:
-        """Raises ValueError, TypeError, AttributeError or RuntimeError for other texts."""
-
-        def one(described: Any) -> Any:
-            if not isinstance(described, list):
-                return described
-            shape, stride, dtype, device, may_be_written = described
-            return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device)), may_be_written
-
-        return cls(tuple(map(one, json.loads(text))))
-
     @property
     def device(self) -> torch.device:
-        specs = [one[0] for one in self.given if isinstance(one, tuple)]
-        return next(spec.device for spec in specs if spec.device.type == "cuda")
+        devices = [torch.device(one[3]) for one in self.given if isinstance(one, list)]
+        return next(device for device in devices if device.type == "cuda")
 
     def warm_up(self, code: Callable, cached: int) -> None:
         """Load and tune kernels, a good part of the first run. `cached`: bytes of the GPU that PyTorch holds unused."""
@@ -105,14 +82,25 @@ class Inputs:
 
     def _zeros(self, cached: int) -> list | None:
         """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
-        tensors = [one for one in self.given if isinstance(one, tuple)]
+        given = [(_spec_of(one), one[-1]) if isinstance(one, list) else one for one in self.given]
+        tensors = [one for one in given if isinstance(one, tuple)]
         shared = max((spec.nbytes for spec, is_written in tensors if not is_written), default=0)
         needed = shared + INTERMEDIATES * sum(spec.nbytes for spec, is_written in tensors if is_written)
         free, _total = torch.cuda.mem_get_info(self.device)
         if free + cached < needed + MARGIN:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self.device).untyped_storage()
-        return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in self.given]
+        return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in given]
+
+
+def _described(fake: torch.Tensor, may_be_written: bool) -> list:
+    spec = TensorSpec.of(fake)
+    return [list(spec.shape), list(spec.stride), str(spec.dtype).partition(".")[2], str(spec.device), may_be_written]
+
+
+def _spec_of(described: list) -> TensorSpec:
+    shape, stride, dtype, device, _may_be_written = described
+    return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def load_ahead(store: CodeStore, goes_on: Callable[[], bool]) -> None:
 
 def _queue(name: str, content: bytes, goes_on: Callable[[], bool]) -> None:
     code = Code.unpacked(content, name)
-    inputs = Inputs.unpacked(code.inputs) if code.inputs else None
+    inputs = Inputs(code.inputs) if code.inputs is not None else None
     if code.is_for_this_cpu and (inputs is not None or not torch.cuda.is_available()):
         device = torch.device("cpu") if inputs is None else inputs.device
         action = functools.partial(_load, name, code, inputs, device, goes_on)

@@ -136,7 +136,7 @@ def _make(request: Request, block: str, patient: bool, name: str) -> Code:
     if not holds(code.guards, request.sizes):
         raise LowerInline("the guards of its code do not hold for its own sizes")
     if store is not None:  # else it is not known which names others have given to code of this graph
-        code = replace(code, inputs=request.inputs.packed() if request.inputs is not None else "")
+        code = replace(code, inputs=request.inputs.given if request.inputs is not None else None)
         content = code.packed({"class": block, "environment": environment()})
         store.put(name, content)
         if others is not None:

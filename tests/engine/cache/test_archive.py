@@ -63,11 +63,11 @@ def parts_of(path):
     return json.loads(header), rest
 
 
-def rewritten(path, header=None, first=b"torch-compile-kit cache 6", extra=(), **changes):
+def rewritten(path, header=None, first=b"torch-compile-kit cache 7", extra=(), **changes):
     """The file with another header or other entries, and a digest that fits: what someone could send."""
     known, rest = parts_of(path)
     for name in extra:
-        known["entries"].append([name, 1])
+        known["parts"].append([name, 1])
         rest += b"\0"
     header = json.dumps(known | changes).encode() if header is None else header
     path.write_bytes(first + b"\n" + header + b"\n" + rest + b"0" * 64)
@@ -243,7 +243,7 @@ def test_an_entry_that_leads_elsewhere_is_refused(files, saved, empty, tmp_path,
     assert after == before and not Path(f"/tmp/{NAMES[0]}.code").exists()
 
 
-@pytest.mark.parametrize("first", [b"torch-compile-kit cache 5", b"", b"PK\x03\x04"])
+@pytest.mark.parametrize("first", [b"torch-compile-kit cache 6", b"", b"PK\x03\x04"])
 def test_another_format_is_refused(files, saved, empty, first):
     rewritten(saved, first=first)
     assert "of another version" in refused(files, saved, empty)
@@ -274,7 +274,7 @@ def test_choices_of_other_types_are_refused(files, saved, empty, choices):
     refused(files, saved, empty)
 
 
-@pytest.mark.parametrize("key", ["environment", "models", "sizes", "entries"])
+@pytest.mark.parametrize("key", ["environment", "models", "sizes", "parts"])
 @pytest.mark.parametrize("value", [None, 7], ids=str)
 def test_a_header_with_other_types_is_refused(files, saved, empty, key, value):
     rewritten(saved, **{key: value})
@@ -283,7 +283,7 @@ def test_a_header_with_other_types_is_refused(files, saved, empty, key, value):
 
 @pytest.mark.parametrize("entries", [[7], [[7, 7]], [[NAMES[0]]], [[NAMES[0], "7"]], [[NAMES[0], 10**9]], [[NAMES[0], -7]], []])
 def test_entries_that_do_not_fit_are_refused(files, saved, empty, entries):
-    rewritten(saved, entries=entries)
+    rewritten(saved, parts=entries)
     refused(files, saved, empty)
 
 

@@ -195,16 +195,6 @@ def test_usage_tells_what_lies_where(store, engine):
     assert all(told["class"] == "Block" and told["torch"] == here["torch"] for told in usage["entries"])
 
 
-def test_entries_that_are_asked_for_again_and_again_are_read_once(store, monkeypatch):
-    store.put(NAMES[0], entry({}))
-    first = store.usage()
-    monkeypatch.setattr(store, "about", lambda _name: pytest.fail("it is read again"))
-    store.limit = 7
-    assert len(first["entries"]) == 1 and store.usage() == first | {"limit": 7}
-    store.clear()
-    assert store.usage()["entries"] == []
-
-
 @pytest.mark.parametrize(
     "content",
     [

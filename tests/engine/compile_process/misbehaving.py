@@ -132,13 +132,13 @@ def changed_content(change):
 ANSWERS = {
     "cut": cut,
     "lengths": lengths,
-    "lies": changed_content(lambda described, rest: ({**described, "files": [["a.so", 10**9]]}, rest)),
+    "lies": changed_content(lambda described, rest: ({**described, "parts": [["artefact", 10**9]]}, rest)),
     "says nothing": changed(lambda header, body: ({"of": "another kind"}, body)),
     "garbage": changed_content(lambda described, rest: (described, bytes(len(rest)))),
     "leaves its folder": changed_content(
         lambda described, rest: (
-            {**described, "files": [["../outside.so", 4], *described["files"]]},
-            rest[: described["artefact"]] + b"text" + rest[described["artefact"] :],
+            {**described, "parts": [["../outside.so", 4], *described["parts"]]},
+            b"text" + rest,
         )
     ),
 }

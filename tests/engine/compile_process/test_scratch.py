@@ -98,13 +98,12 @@ def test_the_folder_of_a_server_that_was_killed_goes_with_the_next_start(engine,
 
 def test_what_code_is_called_with_is_kept_with_it(engine):
     """The numbers of another graph would tune its kernels for another size; weights are told from what is written to."""
-    inputs, specs = engine("compile_process.inputs").Inputs, engine("tensor_spec").TensorSpec
-    weight = specs((8, 4), (4, 1), torch.float8_e4m3fn, torch.device("cuda", 0))
-    image = specs((2, 3, 8), (24, 8, 1), torch.bfloat16, torch.device("cuda", 0))
-    given = inputs(((weight, False), (image, True), 16, 0.5))
-    code = engine("compile_process.artefact").Code(b"artefact", "guards", {"k.so": b"library"}, given.packed())
+    weight = [[8, 4], [4, 1], "float8_e4m3fn", "cuda:0", False]
+    image = [[2, 3, 8], [24, 8, 1], "bfloat16", "cuda:0", True]
+    given = engine("compile_process.inputs").Inputs([weight, image, 16, 0.5])
+    code = engine("compile_process.artefact").Code(b"artefact", "guards", {"k.so": b"library"}, given.given)
     read = code.unpacked(code.packed({"class": "Block"}), "name")
-    assert inputs.unpacked(read.inputs) == given and given.device == torch.device("cuda", 0)
+    assert read.inputs == given.given and given.device == torch.device("cuda", 0)
     assert (read.artefact, read.guards, read.files, read.name, read.was_kept) == (
         b"artefact",
         "guards",
@@ -126,14 +125,14 @@ def test_only_code_that_may_run_before_its_first_real_run_has_inputs(engine, wha
     given = engine("compile_process.inputs").Inputs.of(torch.fx.GraphModule(torch.nn.Module(), graph), fakes)
     assert (given is not None) is (what == "plain")
     if given is not None:
-        assert [is_written for _spec, is_written in given.given] == [False, True]
+        assert [is_written for *_spec, is_written in given.given] == [False, True]
 
 
 def test_kernels_are_tuned_with_few_runs_and_those_of_others_as_ever(engine, monkeypatch):
     benchmarking = pytest.importorskip("torch._inductor.runtime.benchmarking")
     owner, asked = benchmarking.InductorBenchmarker, []
     monkeypatch.setattr(owner, "benchmark_gpu", lambda _self, _call, **options: asked.append(options))
-    before, inputs = vars(owner)["benchmark_gpu"], engine("compile_process.inputs").Inputs(())
+    before, inputs = vars(owner)["benchmark_gpu"], engine("compile_process.inputs").Inputs([])
     monkeypatch.setattr(type(inputs), "_zeros", lambda _self, _cached: [])
     tune = functools.partial(lambda tuner: tuner.benchmark_gpu(None, rep=40), owner())  # as PyTorch's autotuner
 
