@@ -6,6 +6,7 @@ The thread is started by the first job and exits when the queue is empty.
 import atexit
 import collections
 import functools
+import math
 import threading
 import time
 import weakref
@@ -103,8 +104,7 @@ class Compiler:
 
     @property
     def busy(self) -> bool:
-        with self._changed:
-            return self._thread is not None
+        return self._thread is not None
 
     @property
     def makes_code(self) -> bool:
@@ -119,14 +119,13 @@ class Compiler:
             self.awaited = pending or self._thread is not None
             return self.awaited
 
-    def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
+    def wait(self, seconds: float = math.inf, poll: Callable[[], None] = lambda: None) -> bool:
         """Wait until the queue is empty; False after `seconds`. `poll` is called ten times a second and may raise."""
-        end = None if seconds is None else time.monotonic() + seconds
-        while self.busy and (end is None or time.monotonic() < end):
-            if poll is not None:
-                poll()
+        end = time.monotonic() + seconds
+        while self.busy and time.monotonic() < end:
+            poll()
             with self._changed:
-                self._changed.wait(0.1)
+                self._changed.wait_for(lambda: not self.busy, 0.1)
         if not self.busy:
             self.awaited = False
         return not self.busy
@@ -144,8 +143,7 @@ class Compiler:
             while not job.over:
                 poll()
                 with self._changed:
-                    if not job.over:
-                        self._changed.wait(0.1)
+                    self._changed.wait_for(lambda: job.over, 0.1)
         finally:
             job.awaited = False
 

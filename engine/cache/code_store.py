@@ -108,11 +108,10 @@ class CodeStore:
     def choices(self, structure: str) -> dict[str, str]:
         """What `remember` has kept, in this process or an earlier one."""
         try:
-            content = json.loads((self.folder / f"{structure}{CHOICES}").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            content = None
-        items = content.items() if isinstance(content, dict) else ()
-        return {name: value for name, value in items if isinstance(value, str)}
+            kept = header_of((self.folder / f"{structure}{CHOICES}").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {name: value for name, value in kept.items() if isinstance(value, str)}
 
     def remember(self, structure: str, choices: dict[str, str]) -> None:
         """Keep choices on which the compiled code of a model depends; `structure`: see `structure.py`."""
@@ -197,7 +196,7 @@ def unpacked(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def header_of(line: bytes) -> dict[str, Any]:
-    """The header of what was `packed`; ValueError if the line is none."""
+    """The object that a line of JSON holds; ValueError if there is none."""
     try:
         header = json.loads(line)
     except RecursionError:

@@ -11,11 +11,9 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import itertools
 import os
 import random
 import re
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from ..files import read_whole, remove_file, write_whole
 SIGNATURE_BYTES = 32
 # For a connection, and for each answer of Redis.
 LIMIT_SECONDS = 0.5
-CLEANING_SECONDS = 1.0
+# On a network volume each look at a file takes milliseconds: each worker looks at so many files, others look at more.
+LOOKED_AT = 100
 KEPT_SECONDS = 30 * 24 * 3600
 # How long a worker may take to compile a graph before others compile it too.
 CLAIM_SECONDS = 120
@@ -92,11 +91,9 @@ class FolderStore:
             raise OSError(errno.EEXIST, f"{self._folder} holds something else; rename it, or choose another folder")
         if not names:
             (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
-        # On a network volume each look at a file takes milliseconds: this worker checks some of the files, others check more.
         files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
-        random.Random().shuffle(files)
-        until, now = time.monotonic() + CLEANING_SECONDS, self._now()
-        for file in itertools.takewhile(lambda _: time.monotonic() < until, files):
+        now = self._now()
+        for file in random.Random().sample(files, min(LOOKED_AT, len(files))):
             if now - _written(file) > KEPT_SECONDS:
                 remove_file(file)
 

@@ -41,22 +41,12 @@ PACKAGE = "torch_compile_kit"
 
 def read(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
     """A message: an object and bytes; None at the end of the stream, also in the middle of a message."""
-    start = _exactly(stream, HEADER.size)
-    if start is None:
+    start = stream.read(HEADER.size)
+    if len(start) < HEADER.size:
         return None
     of_header, of_body = HEADER.unpack(start)
-    header, body = _exactly(stream, of_header), _exactly(stream, of_body)
-    return None if header is None or body is None else (json.loads(header), body)
-
-
-def _exactly(stream: BinaryIO, count: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < count:
-        part = stream.read(count - len(content))
-        if not part:
-            return None
-        content += part
-    return bytes(content)
+    header, body = stream.read(of_header), stream.read(of_body)
+    return (json.loads(header), body) if len(header) + len(body) == of_header + of_body else None
 
 
 def write(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:

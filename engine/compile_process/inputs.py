@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ _RANDOM = {
 # How often a kernel is run to tune it. PyTorch's two hundred runs and more, each launched from Python, took a second for a
 # block of Flux, in which steps beside it took 1.6 times as long.
 FEW_RUNS = {"memory_warmup_iters": 5, "benchmark_iters": 20}
-_tunes: ContextVar[bool] = ContextVar("tunes", default=False)
 _tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=True)})
 
 
@@ -48,11 +46,8 @@ class Inputs:
         """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
         the sampler's, an input is neither a number nor a strided view of memory, or there is no GPU."""
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
-        if not all(isinstance(hint(fake), torch.Tensor | int | float) for fake in fakes):
-            return None
-        if any(map(_is_random, graph.graph.nodes)) or not all(map(_is_plain, tensors)):
-            return None
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
+        are_known = all(isinstance(hint(fake), torch.Tensor | int | float) for fake in fakes) and all(map(_is_plain, tensors))
+        if not are_known or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
             return None
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         return cls(
@@ -74,7 +69,7 @@ class Inputs:
                 inputs = self._zeros(cached)
                 if inputs is None:
                     return
-                with attention.WithoutPlans(), _few_runs():
+                with attention.WithoutPlans(), _tuning_scope.wrapping(benchmark=_few_runs):
                     code(*inputs)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # the first real run does it
@@ -103,24 +98,14 @@ def _spec_of(described: list) -> TensorSpec:
     return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
 
 
-@contextmanager
-def _few_runs() -> Iterator[None]:
+def _few_runs(benchmark: Callable) -> Callable:
     """Tune kernels with FEW_RUNS, on this thread; not where PyTorch hands on to other machines what tuning has found."""
-    if getattr(private.inductor_config, "autotune_remote_cache", None):
-        yield
-        return
-    token = _tunes.set(True)
-    try:
-        with _tuning_scope.wrapping(benchmark=_with_few_runs):
-            yield
-    finally:
-        _tunes.reset(token)
+    thread = threading.get_ident()
 
-
-def _with_few_runs(benchmark: Callable) -> Callable:
     @functools.wraps(benchmark)
     def with_few_runs(*args: Any, **options: Any) -> object:
-        return benchmark(*args, **({**FEW_RUNS, **options} if _tunes.get() else options))
+        is_ours = threading.get_ident() == thread and not getattr(private.inductor_config, "autotune_remote_cache", None)
+        return benchmark(*args, **({**FEW_RUNS, **options} if is_ours else options))
 
     return with_few_runs
 

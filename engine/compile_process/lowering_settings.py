@@ -13,10 +13,6 @@ from ..inductor.kitchen import products_as_operators
 from ..torch_compat import private
 from ..torch_settings import libdevice, libdevice_scope, lowering_settings
 
-# A trainer's backward is lowered with the forward, under these settings.
-LOWERING_SWITCHES = {"force_non_lazy_backward_lowering": True}
-
-
 _until_the_end = ExitStack()
 
 
@@ -74,7 +70,7 @@ def scope() -> Iterator[None]:
     """In ComfyUI's process: the settings under which a graph is lowered in the call that traced it."""
     rotary_norms.register()
     with (
-        lowering_settings.applied(**LOWERING_SWITCHES),
+        lowering_settings.applied(force_non_lazy_backward_lowering=True),  # a trainer's, with the forward
         libdevice_scope.applied(**libdevice()),
         products_as_operators(),
     ):

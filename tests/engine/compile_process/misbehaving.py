@@ -135,12 +135,6 @@ ANSWERS = {
     "lies": changed_content(lambda described, rest: ({**described, "parts": [["artefact", 10**9]]}, rest)),
     "says nothing": changed(lambda header, body: ({"of": "another kind"}, body)),
     "garbage": changed_content(lambda described, rest: (described, bytes(len(rest)))),
-    "leaves its folder": changed_content(
-        lambda described, rest: (
-            {**described, "parts": [["../outside.so", 4], *described["parts"]]},
-            b"text" + rest,
-        )
-    ),
 }
 
 if IS_COMPILE_PROCESS:

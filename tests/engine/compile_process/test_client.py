@@ -287,14 +287,12 @@ def test_no_memory_there_is_no_reason_to_give_up_for_good(process, net):
     assert is_compiled(net)
 
 
-@pytest.mark.parametrize("order", ["garbage", "leaves its folder"])
-def test_code_that_cannot_be_loaded(process, net, order):
-    process.orders(order)
+def test_code_that_cannot_be_loaded(process, net):
+    process.orders("garbage")
     first_call(net)
     net.wait()
     assert len(net.failures) == 1 and torch.equal(net(X)[0], net.net(X))
     assert [group.failure.may_pass for group in net._groups] == [True], "a disk may be full, which PyTorch does not tell"
-    assert not list(process.now.scratch.parent.glob("outside.so"))
 
 
 @pytest.fixture
