@@ -4,14 +4,13 @@ The thread is started by the first job and exits when the queue is empty.
 """
 
 import atexit
-import collections
 import functools
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +40,7 @@ class Job:
 
     Args:
         owner: a job whose owner was freed is dropped.
-        on_error: called on the worker with an error that no later attempt may mend; by default, the error is logged.
+        on_error: called on the worker with an error that no later attempt may mend.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
         is_kept: the job's code is on disk, and only has to be read; None: the job makes no code of a model.
@@ -76,7 +75,7 @@ class Compiler:
     after_work: Callable[[], None] = lambda: None
     at_exit: list[Callable[[], None]] = field(default_factory=list)
     awaited: bool = False
-    _jobs: collections.deque[Job] = field(default_factory=collections.deque)
+    _jobs: list[Job] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _at_work: Job | None = None
@@ -88,19 +87,14 @@ class Compiler:
             if job.is_queued:
                 return
             job.is_queued = True
-            if self._is_stopped:
+            if self._thread is None and not self._is_stopped:
+                thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
+                self._thread = thread if started(thread) else None
+            if self._thread is None or self._is_stopped:
                 job.over = True
                 return
             self._jobs.append(job)
             self._changed.notify_all()
-            if self._thread is not None:
-                return
-            thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
-            if not started(thread):
-                self._jobs.remove(job)
-                job.over = True
-                return
-            self._thread = thread
 
     @property
     def busy(self) -> bool:
@@ -131,13 +125,10 @@ class Compiler:
         return not self.busy
 
     def finish(self, job: Job, poll: Callable[[], None]) -> None:
-        """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise."""
+        """Run `job` soon, and wait until it is over. `poll` is called ten times a second and may raise."""
         job.awaited = True
         self.submit(job)
         with self._changed:
-            if job in self._jobs:
-                self._jobs.remove(job)
-                self._jobs.appendleft(job)
             self._changed.notify_all()
         try:
             while not job.over:
@@ -164,10 +155,8 @@ class Compiler:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             self._work(job)
-            try:
+            with _logged("the page could not be updated"):
                 self.after_work()
-            except Exception:
-                logger.exception("the page could not be updated")
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -197,7 +186,8 @@ class Compiler:
             if no_memory and job.awaited:
                 job.error = error
             elif not retries:
-                self._report(job, error)
+                with _logged("a failure could not be reported"):
+                    job.on_error(error)
         except BaseException as error:  # raised on the thread that waits; this thread must go on for others
             job.error = error
         with self._changed:
@@ -208,11 +198,14 @@ class Compiler:
                 job.over = True
             self._changed.notify_all()
 
-    def _report(self, job: Job, error: Exception) -> None:
-        try:
-            job.on_error(error)
-        except Exception:  # else the worker would end, and later jobs would wait for ever
-            logger.exception("a failure could not be reported")
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log an error: else the worker would end, and later jobs would wait for ever."""
+    try:
+        yield
+    except Exception:
+        logger.exception(what)
 
 
 compiler = Compiler()

@@ -1,8 +1,7 @@
 """Pack the compiled code of a model into one file, to carry to another machine of the same kind.
 
-A line that names the format, entries of the store (`code_store.packed`), and the sha256 of all that. A file
-of `torch.compiler.save_cache_artifacts` would hold the code of other packs too, nothing that an earlier process compiled, no
-compiled C++ of the CPU, and no header that could be checked before it is unpickled.
+A line that names the format, entries of the store (`code_store.packed`), and the sha256 of all that. A file of
+`torch.compiler.save_cache_artifacts` would lack what an earlier process compiled, C++ libraries, and a header to check.
 
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
 """

@@ -41,12 +41,7 @@ _choices_lock = threading.Lock()
 
 @dataclass
 class CodeStore:
-    """The entries in one folder.
-
-    Args:
-        limit: the most bytes that all entries may have together.
-        key: signs entries.
-    """
+    """The entries in one folder: `limit` bytes at most, signed with `key`."""
 
     folder: Path
     limit: int
@@ -61,7 +56,7 @@ class CodeStore:
         return content
 
     def put(self, name: str, content: bytes) -> bool:
-        """Keep an entry; returns whether it was written. If not, it is lost, and the log says so once."""
+        """Keep an entry; returns whether it was written. If not, the log says so once."""
         is_written = self._write(self._file(name), signed(self.key, name, content))
         self.trim()
         return is_written
@@ -130,7 +125,6 @@ class CodeStore:
         return header if isinstance(header.get("environment"), dict) else {}
 
     def has_current(self) -> bool:
-        """Whether there is code that these versions have made for this device."""
         return any(map(self.is_current, [*self.entries()][:LOOKED_AT]))
 
     def is_current(self, name: str) -> bool:
@@ -138,7 +132,6 @@ class CodeStore:
         return environment().items() <= self.about(name).get("environment", {}).items()
 
     def has(self, name: str) -> bool:
-        """Whether there is such an entry, which may be damaged."""
         return self._file(name).exists()
 
     def size(self) -> int:
@@ -207,22 +200,20 @@ def header_of(line: bytes) -> dict[str, Any]:
 
 
 class _Current:
-    """The store of this process; None until the host names a folder, or when none can be written."""
-
     store: CodeStore | None = None
     opened = False
     lock = threading.Lock()
 
 
 def current() -> CodeStore | None:
+    """The store of this process; None until the host names a folder, or where none can be written."""
     return _Current.store
 
 
 def open_store(folder: Path, limit: object = None) -> CodeStore | None:
-    """Use the user's folder (`environment.users_folder`), else `folder`, from now on; later calls change nothing.
-
-    Where the folder cannot be written or its drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods), use another folder
-    of this user, and say so in the log; where there is none either, keep nothing. The user's setting `limit` is in GiB.
+    """Use the folder of `environment.users_folder`, else `folder`, from now on; later calls change nothing. Where it cannot
+    be written or its drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods), use another folder of this user, and say
+    so in the log. The user's setting `limit` is in GiB.
     """
     if _Current.opened:
         return _Current.store

@@ -1,14 +1,10 @@
 """Share compiled code between machines, through Redis or a folder.
 
-A worker that starts cold compiles for minutes what another has compiled.
-
 1. `configure` reads where the shared cache is, and the key that signs entries. Without a key there is none.
-2. The worker thread asks for a graph that is not kept here (`CodeStore.get`). An entry begins with an HMAC of its name and
-   content. If that differs, the entry is a miss, and nothing is loaded from it.
+2. The worker thread, and no other, asks for a graph that is not kept here (`CodeStore.get`). An entry whose HMAC (of name and
+   content) differs is a miss. An error turns sharing off for `OFF_SECONDS`.
 3. After a miss the worker claims the graph. If another holds the claim, the job is tried again some seconds later; meanwhile
    the block runs uncompiled (compile_process/obtain.py).
-
-Only the worker thread talks to the server; an error turns sharing off for `OFF_SECONDS`.
 """
 
 from __future__ import annotations
@@ -35,18 +31,14 @@ ADDRESS, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
 FILES = {ADDRESS: "shared.address", KEY: "shared.key"}
 SHORTEST_KEY = 16
 
-# For each request to a store: neither looking up a host's name nor a network volume that hangs has a limit of its own.
+# For each request: neither looking up a host's name nor a network volume that hangs has a limit of its own.
 ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
 PREFIX = "torch-compile-kit:"
 
 
 class SharedCache:
-    """Signed entries in a store. Nothing here raises: an error is a miss.
-
-    Args:
-        place: for messages, without a password.
-    """
+    """Signed entries in a store. Nothing here raises: an error is a miss. `place` is for messages, without a password."""
 
     def __init__(self, place: str, key: bytes, connect: Callable[[], RedisStore | FolderStore]):
         self.place = place
@@ -135,10 +127,8 @@ def configured() -> SharedCache | None:
 
 
 def configure(folder: Path) -> None:
-    """Use the shared cache that the environment, or else files in `folder`, name; say in the log why it is off.
-
-    No setting of ComfyUI's page names it: pages of other sites can write settings, and old files in the cache are deleted.
-    """
+    """Use the shared cache that the environment, or else files in `folder`, name; say in the log why it is off. No setting of
+    ComfyUI's page names it: pages of other sites can write settings, and old files in the cache are deleted."""
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
     if where == _Configured.where:  # else the user may have written a file, or closed it to others, as the log asked
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import chain
-from ..files import read_whole, remove_file, write_whole
+from ..files import read_whole, remove_file, status_of, write_whole
 
 SIGNATURE_BYTES = 32
 # For a connection, and for each answer of Redis.
@@ -138,10 +138,8 @@ class FolderStore:
 
 
 def _written(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
+    status = status_of(file)
+    return float("inf") if status is None else status.st_mtime
 
 
 def without_secrets(error: BaseException) -> str:

@@ -9,10 +9,8 @@ from .environment import environment
 
 
 def short_name(block: str, structure: tuple) -> str:
-    """A short name for blocks of a class and a structure, the same in every process.
-
-    Names of Python modules are left out, since those of custom packs depend on the folder that a pack is in.
-    """
+    """A short name for blocks of a class and a structure, the same in every process: without the names of Python modules, as
+    those of custom packs depend on the folder that a pack is in."""
     layers, *tensors = structure
     layers = tuple((name, *rest) for name, _module, *rest in layers)
     text = json.dumps([environment(), block, layers, tensors])
@@ -25,10 +23,8 @@ def name_of(network: nn.Module) -> str:
 
 
 def structure_of(block: nn.Module) -> tuple:
-    """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights.
-
-    Weights are sorted, as ComfyUI makes them and biases in another order if it has dynamic VRAM (comfy/ops.py).
-    """
+    """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights; sorted,
+    as ComfyUI makes weights and biases in another order if it has dynamic VRAM (comfy/ops.py)."""
     layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
     weights = sorted((name, tuple(p.shape)) for name, p in block.named_parameters())
     buffers = sorted((name, tuple(b.shape)) for name, b in block.named_buffers())

@@ -1,15 +1,13 @@
 """Lower graphs in this process, started by client.py: `python child.py`, with requests on stdin and answers on stdout.
 
 1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
-   tells the versions of PyTorch, Triton and others in this process (lowering.py).
+   tells the versions in this process.
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
    lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): the process holds no weights and
    takes no memory of the card. It sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
-3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
-   the guards on its sizes. If there is no code, the answer says why: `failure`, in words for the user, or `inline`, if the
+3. The answer is packed code (artefact.py), or says why there is none: `failure`, in words for the user, or `inline`, if the
    graph may be lowered in the call that traced it.
-4. If nothing is asked for at first, it lowers a small graph: the first one takes longer.
-5. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
+4. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
 
 The process ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr,
 which ComfyUI logs.
@@ -24,7 +22,6 @@ import signal
 import struct
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -96,17 +93,9 @@ def end() -> None:
 
 def take_share(nice: int) -> None:
     """Set how much of busy cores this process gets where Linux divides them among sessions: it leads one, and `os.nice` counts
-    within that alone (man 7 sched, "The autogroup feature")."""
-    for _ in range(5):
-        try:
-            with open("/proc/self/autogroup", "r+") as file:
-                if file.read().split()[-1] != str(nice):
-                    file.write(str(nice))
-            return
-        except BlockingIOError:  # the system takes such a number from users but ten times a second
-            time.sleep(0.15)
-        except (OSError, IndexError):  # there is none, or it is empty
-            return
+    within that alone (man 7 sched, "The autogroup feature"). Linux takes such a number but ten times a second."""
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(nice))
 
 
 def main() -> None:
@@ -162,7 +151,6 @@ def main() -> None:
                 with logged("a small graph cannot be lowered"):
                     lowering.warm_up()
                 continue
-            answer({"idle": True})
             end()
         is_cold = False
         works.set()

@@ -57,7 +57,7 @@ class Lost(DescribedError):
 
 
 class NotStarted(Lost):
-    """Say why a process did not start. A later one may: the disk was full, or the system had no room for a process."""
+    """Say why a process did not start. A later one may."""
 
     def __init__(self, ending: str):
         super().__init__(ending.rstrip("."), "does not start")
@@ -153,14 +153,10 @@ class _Running:
 
 
 class CompileProcess:
-    """The compile process of this server, if there is one.
-
-    Args:
-        modules: gives the modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
-        refusal: why no process is asked at the moment; None: one may be.
-    """
+    """The compile process of this server, if there is one."""
 
     def __init__(self) -> None:
+        # Gives the modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
         self.modules: Callable[[], list[str]] = list
         self.started = 0
         self.refusal: Refusal | None = None
@@ -188,7 +184,7 @@ class CompileProcess:
 
     @property
     def scratch(self) -> Path:
-        """A private folder for what lives as long as this server: loaded kernels are read from files."""
+        """The folder of this server for the files that kernels are loaded from."""
         with self._making_scratch:
             self._scratch = self._scratch or _private_folder()
             return self._scratch
@@ -213,17 +209,12 @@ class CompileProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def lower(self, request: str, patient: bool = False, measures: bool = False) -> Code:
-        """The code of a graph.
+        """The code of a graph; LowerInline: PyTorch gives no artefact for it. Other errors: see the module.
 
         Args:
             request: the text of a `Request`.
             patient: nobody waits for the code.
             measures: lowering runs kernels, so the process must see the cards, and takes memory of one.
-
-        Raises:
-            Unavailable, Lost, Outdated: see the module.
-            LoweringFailed: the compiler refused the graph.
-            LowerInline: PyTorch gives no artefact for it.
         """
         self.check()
         failed: LoweringFailed | None = None
@@ -258,48 +249,46 @@ class CompileProcess:
         self.check()
 
     def _ask(self, request: str, patient: bool, measures: bool) -> Code:
-        while True:
-            running = self._ensure(measures)
-            if not running.is_ready:
-                answer = self._answer(running, START_SECONDS)
-                there = answer[0].get("versions", {}) if answer is not None else {}
-                # A package that the process lacks does not count: the failure of each graph names it, with the cure.
-                changed = [
-                    f"{n} {old} to {there[n]}" for n, old in versions().items() if there.get(n, old) not in (old, "none")
-                ]
-                if changed:
-                    self._end(running)
-                    self._refuse(Outdated, f"updated while ComfyUI runs: {', '.join(changed)}")
-                running.is_ready, self._unstarted = True, 0
-            self._send(running, {"patient": patient}, request.encode())
-            answer = self._answer(running, SILENT_SECONDS)
-            if answer is not None:
-                try:
-                    return self._code(*answer)
-                except LoweringFailed as error:
-                    if error.may_pass:  # a module that was imported while the disk was full stays broken
-                        self._end(running)
-                    raise
-                except (KeyError, TypeError, ValueError) as error:
-                    self._end(running)
-                    raise Lost("its answer cannot be read") from error
+        running = self._ensure(measures)
+        if not running.is_ready:
+            there = self._answer(running, START_SECONDS)[0].get("versions", {})
+            # A package that the process lacks does not count: the failure of each graph names it, with the cure.
+            changed = [f"{n} {old} to {there[n]}" for n, old in versions().items() if there.get(n, old) not in (old, "none")]
+            if changed:
+                self._end(running)
+                self._refuse(Outdated, f"updated while ComfyUI runs: {', '.join(changed)}")
+            running.is_ready, self._unstarted = True, 0
+        self._send(running, {"patient": patient}, request.encode())
+        header, body = self._answer(running, SILENT_SECONDS)
+        if "inline" in header:
+            raise LowerInline(header["inline"])
+        try:
+            if "code" in header:
+                return Code.unpacked(body)
+            failure = LoweringFailed(*header["failure"])
+        except (KeyError, TypeError, ValueError) as error:
+            self._end(running)
+            raise Lost("its answer cannot be read") from error
+        if failure.may_pass:  # a module that was imported while the disk was full stays broken
+            self._end(running)
+        raise failure
 
     def _end(self, running: _Running) -> str:
         self._running = None
         return running.end()
 
     def _send(self, running: _Running, header: dict[str, Any], body: bytes = b"") -> None:
-        """Write on a thread of its own, as a process that hangs does not read. If the process is gone, `_answer` notices."""
+        """Write on a thread of its own, as a process that hangs does not read."""
         stream: Any = running.process.stdin
 
         def send() -> None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # the process is gone, which `_answer` notices
                 child.write(stream, header, body)
 
         started(threading.Thread(target=send, name="torch-compile-kit pipe", daemon=True))
 
-    def _answer(self, running: _Running, silent: float) -> tuple[dict[str, Any], bytes] | None:
-        """The next answer that is no sign of life; None: the process had been idle, and ended as the request came."""
+    def _answer(self, running: _Running, silent: float) -> tuple[dict[str, Any], bytes]:
+        """The next answer that is no sign of life."""
         began = heard = time.monotonic()
         while True:
             try:
@@ -315,19 +304,9 @@ class CompileProcess:
                 if running.is_ready:
                     raise Lost(ending)
                 raise NotStarted(f"{ending} ({running.last_words[:300]})" if running.last_words else ending)
-            if "idle" in answer[0]:
-                self._running = None
-                return None
             if "alive" not in answer[0]:
                 return answer
             heard = time.monotonic()
-
-    def _code(self, header: dict[str, Any], body: bytes) -> Code:
-        if "code" in header:
-            return Code.unpacked(body)
-        if "inline" in header:
-            raise LowerInline(header["inline"])
-        raise LoweringFailed(*header["failure"])
 
     def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""
@@ -341,18 +320,16 @@ class CompileProcess:
     def _start(self, measures: bool) -> _Running:
         if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
             self._give_up(f"{sys.executable or 'nothing'} is no Python that could be started once more")
-        workers = {
-            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2))),
-            "TORCHINDUCTOR_WORKER_START": "fork",
-        }
+        # Without fork, PyTorch's workers need `pass_fds`, which Windows lacks.
+        workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2)) if hasattr(os, "fork") else 1
         try:
             scratch = folders(self.scratch)
         except OSError as error:
             raise NotStarted(f"no folder can be made for it ({error})") from error
         cards = [] if measures else stand_in_card.describe()
         environment = {
-            # Without fork, PyTorch's workers need `pass_fds`, which Windows lacks.
-            **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(workers),
+            "TORCHINDUCTOR_WORKER_START": "fork",
             **os.environ,
             **scratch,
             # Workers that are not forked would not know the stand-in cards.

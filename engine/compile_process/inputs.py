@@ -44,10 +44,10 @@ class Inputs:
     @classmethod
     def of(cls, graph: fx.GraphModule, fakes: Sequence[Any]) -> Inputs | None:
         """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
-        the sampler's, an input is neither a number nor a strided view of memory, or there is no GPU."""
+        the sampler's, an input is of a class of its own, or there is no GPU. The wire has passed all inputs (wire.py)."""
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
-        are_known = all(isinstance(hint(fake), torch.Tensor | int | float) for fake in fakes) and all(map(_is_plain, tensors))
-        if not are_known or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
+        has_odd_input = any(map(private.is_traceable_wrapper_subclass, tensors))
+        if has_odd_input or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
             return None
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         return cls(
@@ -118,9 +118,3 @@ def _is_random(node: fx.Node) -> bool:
 def is_weight(node: fx.Node) -> bool:
     """Whether a graph's input is a parameter or buffer of the block, as Dynamo names them."""
     return "_parameters_" in str(node.target) or "_buffers_" in str(node.target)
-
-
-def _is_plain(fake: torch.Tensor) -> bool:
-    """Whether a tensor is a strided view of memory."""
-    wraps = private.is_traceable_wrapper_subclass(fake)
-    return fake.layout is torch.strided and not fake.is_nested and not wraps

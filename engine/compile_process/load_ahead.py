@@ -1,7 +1,6 @@
 """Load kept code after the server has started, while nobody waits: a trace that needs it then finds it at once.
 
-Else the first image after a restart runs uncompiled meanwhile: to read code, and to load and tune its kernels, takes 1 s or 2
-for each kind of block, on a thread that competes with the sampler's.
+To read code, and to load and tune its kernels, takes 1 s or 2 for each kind of block, beside the sampler's thread.
 """
 
 import functools

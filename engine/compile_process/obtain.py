@@ -43,11 +43,10 @@ class Request:
 
     Args:
         text: for the compile process, as JSON.
-        key: SHA-256 of the text and of the versions and the device here, without the sizes that the symbols had: code for one
-            size fits others.
+        key: SHA-256 of the text, versions and device, without the sizes that the symbols had: code for one size fits others.
         sizes: values of the sizes among the inputs, to check the guards that lowering adds.
         measures: lowering runs kernels on the card.
-        inputs: on which kernels are loaded and tuned before the first run; None: there is no GPU, or only that run may do it.
+        inputs: on which kernels are loaded and tuned before the first run; None: only that run may do it.
     """
 
     text: str
@@ -59,11 +58,7 @@ class Request:
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
-    """Write down a graph that has just been traced, in the call that traced it.
-
-    Raises:
-        LowerInline: a part of the graph cannot be written down; the message says which.
-    """
+    """Write down a graph that has just been traced, in the call that traced it. LowerInline: it cannot be written down."""
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
         raise LowerInline("it has a backward")
     described = wire.dumps(graph, fakes)
@@ -100,16 +95,12 @@ def holds(guards: str | None, sizes: Sequence[int]) -> bool:
 
 
 def obtain(request: Request, block: str, patient: bool, distrusted: str | None = None) -> Code:
-    """The code of a request.
+    """The code of a request; errors: see client.py.
 
     Args:
         block: the class of the block, for people who look at the entries.
         patient: where another machine makes this code, raise `Postponed` instead of making it here as well.
         distrusted: name of an entry that could not be loaded; it is replaced.
-
-    Raises:
-        Postponed: see `patient`.
-        Unavailable, Lost, LoweringFailed, LowerInline: see client.py.
     """
     store, others = code_store.current(), shared.configured()
     get = store.get if store is not None else lambda name: None
@@ -172,11 +163,7 @@ def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str 
 
 
 def load(code: Code) -> Callable[..., Any]:
-    """Load code; returns a function of the graph's inputs. Nothing is traced or lowered.
-
-    Raises:
-        Exception: PyTorch's, of whatever kind, for an artefact that is damaged or of another version.
-    """
+    """Load code; returns a function of the graph's inputs. For damaged code PyTorch raises whatever it likes."""
     scratch = compile_process.scratch
     for name, content in code.files.items():
         file = Path(scratch, name)

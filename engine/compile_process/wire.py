@@ -1,14 +1,13 @@
 """Write a graph of Dynamo's and its fake inputs as JSON, and make them again in another process.
 
-The text holds what determines the compiled code and nothing else, so its digest is the name of the code wherever that is
-kept: nodes and inputs by number, not by the names that Dynamo gives them; sizes that vary as symbols numbered by their first
-use, with range and hint; functions and classes by module and name, with a digest of the module's file if it is not PyTorch's:
-that code is traced into what is compiled. Nothing is pickled.
+The text holds what determines the compiled code and nothing else, so its digest names the code: nodes and inputs by number, not
+by the names that Dynamo gives them; sizes that vary as symbols numbered by their first use, with range and hint; functions and
+classes by module and name, with a digest of the module's file if it is not PyTorch's: that code is traced into what is
+compiled. Attention is written with its kernel (torch_compat/attention.py), without the nodes that set the order of kernels.
+Nothing is pickled.
 
 `dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
-
-Attention is written with its kernel (torch_compat/attention.py); nodes that only set the order of kernels are left out.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class LowerInline(Exception):
 
 
 def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
-    """The graph and its inputs (fake tensors, SymInts and numbers, as Dynamo hands them to a backend) as an object of JSON.
-
-    Raises:
-        LowerInline: see the module.
-    """
+    """The graph and its inputs (fake tensors, SymInts and numbers, as Dynamo hands them to a backend) as an object of JSON."""
     return _Writer(graph).request(fakes)
 
 
@@ -56,7 +51,7 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
     """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode.
 
     Raises:
-        LowerInline: code that the graph names is not what it was where the graph was traced.
+        LowerInline: code that the graph names was changed since the graph was traced.
     """
     for module, digest in request["sources"].items():
         importlib.import_module(module)
@@ -67,10 +62,7 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
 
 def guards_of(inputs: Sequence[Any], mode: Any) -> str | None:
     """The guards of code that was lowered for inputs of `loads`, for `ShapeEnv.evaluate_guards_expression`; None: no guards.
-
-    Guards from before lowering are included: they hold where the graph was traced, but the code is also used for other traces
-    with the same text, whose sizes may differ.
-    """
+    Also those from before lowering, as the code is used for other traces with the same text, whose sizes may differ."""
     guards, sizes = mode.shape_env.guards, [value for value in inputs if isinstance(value, torch.SymInt)]
     return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
 
@@ -136,20 +128,15 @@ class _Writer:
         raise LowerInline(f"an input is a {type(fake).__name__}")
 
     def _tensor(self, fake: torch.Tensor) -> dict[str, Any]:
+        sizes = {"shape": [self._number(n) for n in fake.shape], "stride": [self._number(n) for n in fake.stride()]}
         if private.is_traceable_wrapper_subclass(fake):
             attributes, context = fake.__tensor_flatten__()
-            return {
-                "wrapper": self._name_of(type(fake)),
-                "inner": [[name, self._tensor(getattr(fake, name))] for name in attributes],
-                "context": self._value(context),
-                "shape": [self._number(n) for n in fake.shape],
-                "stride": [self._number(n) for n in fake.stride()],
-            }
+            inner = [[name, self._tensor(getattr(fake, name))] for name in attributes]
+            return {"wrapper": self._name_of(type(fake)), "inner": inner, "context": self._value(context), **sizes}
         if fake.layout is not torch.strided or fake.is_nested or fake.is_quantized or fake.is_conj() or fake.is_neg():
             raise LowerInline(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
         return {
-            "shape": [self._number(n) for n in fake.shape],
-            "stride": [self._number(n) for n in fake.stride()],
+            **sizes,
             "offset": self._number(self._offset(fake)),
             "dtype": str(fake.dtype),
             "device": str(fake.device),
