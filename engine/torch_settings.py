@@ -198,12 +198,7 @@ _LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 
 # Folders of inductor and Triton (torch/_inductor/runtime/cache_dir_utils.py), one for the process, so the last user decides.
-folder_scope = SharedScope(
-    {
-        "inductor_folder": entry(lambda: os.environ, "TORCHINDUCTOR_CACHE_DIR"),
-        "triton_folder": entry(lambda: os.environ, "TRITON_CACHE_DIR"),
-    }
-)
+folder_scope = SharedScope({name: entry(lambda: os.environ, name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")})
 
 
 def _triton_knobs() -> dict:

@@ -13,37 +13,22 @@ next_moment = itertools.count(1).__next__
 
 @dataclass
 class ModelCall:
-    """One call of a model, for all its blocks.
+    """One call of a model, for all its blocks."""
 
-    Args:
-        synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has it.
-        poll: called while the call waits; may raise (the host's interrupt).
-        when_over: called when the model has run: a worker that started in the middle would slow the traces of other blocks
-            five times.
-        ran: blocks have run; in a replay of a CUDA graph none do.
-        uncompiled: a block ran without compiled code, since there was none yet; `ran_code`: a block ran compiled.
-        puts_off: no trace begins, as it would not pay yet; what has code runs it.
-        waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
-        trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
-        traced: for how long blocks have been traced; `lowered`: for how much of that time graphs were lowered.
-        put_off: a block ran uncompiled because no trace was allowed to begin.
-        settings_changed: of PyTorch's, by another pack (compile/session.py); None: not known yet.
-        packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
-    """
-
-    synchronous: bool = True
-    poll: Callable[[], None] = lambda: None
-    ran: bool = False
-    uncompiled: bool = False
-    ran_code: bool = False
-    puts_off: bool = False
-    waits: bool = False
-    trace_seconds: float = math.inf
-    traced: float = 0.0
-    lowered: float = 0.0
-    put_off: bool = False
-    settings_changed: bool | None = None
-    packings: set[Any] = field(default_factory=set)
+    synchronous: bool = True  # wait for compiled code; else blocks run uncompiled until a worker thread has it
+    poll: Callable[[], None] = lambda: None  # called while the call waits; may raise (the host's interrupt)
+    ran: bool = False  # blocks have run; in a replay of a CUDA graph none do
+    uncompiled: bool = False  # a block ran without compiled code, since there was none yet
+    ran_code: bool = False  # a block ran compiled
+    puts_off: bool = False  # no trace begins, as it would not pay yet; what has code runs it
+    waits: bool = False  # no block is compiled: that would not pay yet, or the compiler is not imported (`WaitsFor`)
+    trace_seconds: float = math.inf  # for how long blocks may be traced; then no trace begins, unless the call is synchronous
+    traced: float = 0.0  # seconds for which blocks have been traced
+    lowered: float = 0.0  # for how much of that time graphs were lowered
+    put_off: bool = False  # a block ran uncompiled because no trace was allowed to begin
+    settings_changed: bool | None = None  # of PyTorch's, by another pack (compile/session.py); None: not known yet
+    packings: set[Any] = field(default_factory=set)  # the `BlockCode` of each kind of weights that were unpacked
+    # Called when the model has run: a worker that starts in the middle would slow the traces of other blocks five times.
     when_over: list[Callable[[], object]] = field(default_factory=list)
     began: int = field(default_factory=next_moment)
 

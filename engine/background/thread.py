@@ -36,45 +36,29 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(eq=False)
 class Job:
-    """Work for the worker thread.
+    """Work for the worker thread."""
 
-    Args:
-        owner: a job whose owner was freed is dropped.
-        on_error: called on the worker with an error that no later attempt may mend.
-        awaited: a thread waits for the job, so it is not put off when memory is short.
-        error: the error of the last attempt that `on_error` did not get, for the thread that waits.
-        is_kept: the job's code is on disk, and only has to be read; None: the job makes no code of a model.
-        is_queued: was queued once, and may be over.
-        attempts: how many have run out of memory.
-        due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
-    """
-
-    owner: weakref.ref
+    owner: weakref.ref  # a job whose owner was freed is dropped
     action: Callable[[], None]
     device: torch.device
+    # Called on the worker with an error that no later attempt may mend.
     on_error: Callable[[Exception], None] = lambda error: logger.warning("work in the background failed", exc_info=error)
-    awaited: bool = False
-    error: BaseException | None = None
-    is_kept: bool | None = None
-    is_queued: bool = False
+    awaited: bool = False  # a thread waits for the job, so it is not put off when memory is short
+    error: BaseException | None = None  # of the last attempt, for the thread that waits; `on_error` did not get it
+    is_kept: bool | None = None  # its code is on disk, and only has to be read; None: it makes no code of a model
+    is_queued: bool = False  # was queued once, and may be over
     over: bool = False
-    attempts: int = 0
-    due: float = 0.0
+    attempts: int = 0  # how many have run out of memory
+    due: float = 0.0  # when it may be tried next, by `time.monotonic`; ignored if `awaited`
 
 
 @dataclass
 class Compiler:
-    """The job queue.
+    """The job queue."""
 
-    Args:
-        after_work: called on the worker after each job.
-        at_exit: called at exit; each ends something that a job may be waiting for.
-        awaited: sampling waits until the queue is empty.
-    """
-
-    after_work: Callable[[], None] = lambda: None
-    at_exit: list[Callable[[], None]] = field(default_factory=list)
-    awaited: bool = False
+    after_work: Callable[[], None] = lambda: None  # called on the worker after each job
+    at_exit: list[Callable[[], None]] = field(default_factory=list)  # each ends something that a job may be waiting for
+    awaited: bool = False  # sampling waits until the queue is empty
     _jobs: list[Job] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None

@@ -253,11 +253,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def read_key(folder: Path) -> bytes:
-    """The key that signs the entries in a folder; a new one where others could have read it.
-
-    Raises:
-        OSError: it cannot be kept from others there.
-    """
+    """The key that signs the entries in a folder; a new one where others could have read it. OSError: they could there."""
     file = folder / KEY_FILE
     if not (key := _key_in(file)):
         if os.path.lexists(file) and not _key_in(file):  # another server may just have made one
@@ -286,10 +282,8 @@ def _key_in(file: Path) -> bytes:
     try:
         with os.fdopen(when_free(lambda: os.open(file, flags)), "rb") as opened:
             status, key = os.fstat(opened.fileno()), opened.read(SIGNATURE_BYTES + 1)
-    except (FileNotFoundError, PermissionError, IsADirectoryError):
-        return b""
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError) or error.errno == errno.ELOOP:  # a link
             return b""
         raise  # the drive fails; there may be a key, which a new one must not replace
     # Windows' profiles are private.

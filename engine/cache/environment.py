@@ -38,10 +38,8 @@ def limit_in_bytes(setting: object = None) -> int:
 
 
 def users_folder() -> Path | None:
-    """A folder in TORCH_COMPILE_KIT_CACHE, else in TORCHINDUCTOR_CACHE_DIR, unless PyTorch itself has set that, to its default.
-
-    What a variable names can hold files of the user or of others: only a folder with the pack's name is used.
-    """
+    """A folder in TORCH_COMPILE_KIT_CACHE, else in TORCHINDUCTOR_CACHE_DIR, unless PyTorch itself has set that, to its default;
+    with the pack's name, as what a variable names can hold files of the user or of others."""
     if folder := os.environ.get(FOLDER):
         place = Path(os.path.expanduser(folder)).absolute()  # no shell expands it for a container
         return place if place.name == KIT else place / KIT

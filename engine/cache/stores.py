@@ -75,11 +75,9 @@ class RedisStore:
 
 
 class FolderStore:
-    """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter.
-
-    The folder may hold other people's files. A subfolder without the marker is refused unless it is empty; a link is, too.
-    Only the file server's clock is asked, as this machine's may be wrong by days. A file with a date in the future is new.
-    """
+    """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter. A subfolder with
+    files but no marker is refused; a link is, too. Only the file server's clock is asked, as this machine's may be wrong by
+    days. A file with a date in the future is new."""
 
     refused: type[Exception] = OSError
 

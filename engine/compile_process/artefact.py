@@ -9,25 +9,16 @@ from ..cache.environment import cpu_digest
 
 @dataclass(frozen=True)
 class Code:
-    """What the compile process made of a graph.
-
-    Args:
-        guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
-            the code fits all.
-        files: paths and contents of libraries that the artefact is loaded with.
-        inputs: on which its kernels are loaded and tuned, see `Inputs.given`; None: the first run does that.
-        cpu: the CPU for which the libraries were built, see `cpu_digest`.
-        name: of the entry in which the code is kept.
-        was_kept: the code was read from an entry, and nothing was lowered.
-    """
+    """What the compile process made of a graph."""
 
     artefact: bytes
+    # Must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None: the code fits all.
     guards: str | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-    inputs: list | None = None
-    cpu: str = field(default_factory=cpu_digest)
-    name: str | None = None
-    was_kept: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)  # paths and contents of libraries that the artefact is loaded with
+    inputs: list | None = None  # on which its kernels are loaded and tuned, see `Inputs.given`; None: the first run does that
+    cpu: str = field(default_factory=cpu_digest)  # for which the libraries were built
+    name: str | None = None  # of the entry in which the code is kept
+    was_kept: bool = False  # it was read from an entry, and nothing was lowered
 
     @property
     def is_for_this_cpu(self) -> bool:

@@ -234,16 +234,14 @@ class CompileProcess:
                     raise failed from error
                 self._unstarted += isinstance(error, NotStarted)
                 if self._unstarted >= UNSTARTED_GRAPHS:
-                    self._give_up(str(error), BACK_OFF_SECONDS)
+                    self._refuse(Unavailable, str(error), BACK_OFF_SECONDS)
                 raise
-
-    def _give_up(self, reason: str, seconds: float = math.inf) -> None:
-        again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
-        logger.warning("code is compiled before the first image: %s%s", reason, again)
-        self._refuse(Unavailable, reason, seconds)
 
     def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf) -> None:
         """Ask no process for `seconds`; raises what `check` does."""
+        if error is Unavailable:
+            again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
+            logger.warning("code is compiled before the first image: %s%s", reason, again)
         if self.refusal is None or self.refusal.until < math.inf:
             self.refusal = Refusal(error, reason, time.monotonic() + seconds)
         self.check()
@@ -319,7 +317,7 @@ class CompileProcess:
 
     def _start(self, measures: bool) -> _Running:
         if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
-            self._give_up(f"{sys.executable or 'nothing'} is no Python that could be started once more")
+            self._refuse(Unavailable, f"{sys.executable or 'nothing'} is no Python that could be started once more")
         # Without fork, PyTorch's workers need `pass_fds`, which Windows lacks.
         workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2)) if hasattr(os, "fork") else 1
         try:

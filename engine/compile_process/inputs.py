@@ -33,12 +33,9 @@ _tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=T
 
 @dataclass(frozen=True)
 class Inputs:
-    """What code is called with, as JSON.
+    """What code is called with, as JSON."""
 
-    Args:
-        given: for each input a number, or [shape, strides, dtype, device, whether code may write to it]: weights it only reads.
-    """
-
+    # For each input a number, or [shape, strides, dtype, device, whether code may write to it]: weights it only reads.
     given: list[Any]
 
     @classmethod

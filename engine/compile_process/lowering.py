@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         graph, inputs, mode = wire.loads(request["graph"])
     except (ImportError, AttributeError) as error:
         raise LowerInline(f"the compile process does not find what it names ({error})") from error
-    before = _libraries()
+    before = _libraries().keys()
     private.cpp_kernels.clear()  # so that it lists this graph's kernels only; files and modules of others stay
     lowering_settings.set_for_process(request["settings"])
     private.inductor_config.unsafe_marked_cacheable_functions = lowering_settings.cacheable_functions(graph)
@@ -70,24 +71,20 @@ def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         if not hasattr(code, "serialize"):
             raise LowerInline("PyTorch gives no artefact for it")
         artefact = private.AOTCompiledArtifact(code).serialize()
-    files = {name: Path(_folder(), name).read_bytes() for name in _files_of_graph(before)}
-    return {"code": True}, Code(artefact, wire.guards_of(inputs, mode), files).packed({})
+    return {"code": True}, Code(artefact, wire.guards_of(inputs, mode), _files_of_graph(before)).packed({})
 
 
-def _files_of_graph(before: set[str]) -> list[str]:
+def _files_of_graph(before: Set[str]) -> dict[str, bytes]:
     """The libraries that the graph which was just lowered is loaded with."""
     now = _libraries()
-    kernels = {file for file in now if Path(file).name.partition(".")[0] in private.cpp_kernels}
+    kernels = {name for name, file in now.items() if file.name.partition(".")[0] in private.cpp_kernels}
     if kernels:
-        _probes.update(file for file in now - before - kernels if not file.startswith("triton/"))
+        _probes.update(name for name in now.keys() - before - kernels if not name.startswith("triton/"))
         kernels |= _probes
-    return sorted(now - before | kernels)
+    return {name: now[name].read_bytes() for name in sorted(now.keys() - before | kernels)}
 
 
-def _folder() -> Path:
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-
-
-def _libraries() -> set[str]:
-    """Files that kernels for the CPU are loaded from, relative to inductor's folder."""
-    return {file.relative_to(_folder()).as_posix() for file in _folder().rglob("*") if file.suffix in LIBRARIES}
+def _libraries() -> dict[str, Path]:
+    """Files that kernels for the CPU are loaded from, by their paths in inductor's folder."""
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.suffix in LIBRARIES}

@@ -39,22 +39,14 @@ VARIANTS = 8
 
 @dataclass(frozen=True)
 class Request:
-    """All that determines the code of a graph.
+    """All that determines the code of a graph."""
 
-    Args:
-        text: for the compile process, as JSON.
-        key: SHA-256 of the text, versions and device, without the sizes that the symbols had: code for one size fits others.
-        sizes: values of the sizes among the inputs, to check the guards that lowering adds.
-        measures: lowering runs kernels on the card.
-        inputs: on which kernels are loaded and tuned before the first run; None: only that run may do it.
-    """
-
-    text: str
-    key: str
-    sizes: tuple[int, ...]
+    text: str  # for the compile process, as JSON
+    key: str  # SHA-256 of the text, versions and device, without the sizes that the symbols had: code for one fits others
+    sizes: tuple[int, ...]  # values of the sizes among the inputs, to check the guards that lowering adds
     device: torch.device
-    measures: bool = False
-    inputs: Inputs | None = None
+    measures: bool = False  # lowering runs kernels on the card
+    inputs: Inputs | None = None  # on which kernels are loaded and tuned before the first run; None: only that run may do it
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
@@ -170,8 +162,7 @@ def load(code: Code) -> Callable[..., Any]:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
-    inductor, triton = folders(scratch).values()
-    places = folder_scope.applied(inductor_folder=inductor, triton_folder=triton)
+    places = folder_scope.applied(**folders(scratch))
     workers = _workers_scope.wrapping(use_process_pool=_on_other_threads)
     with yielding(), places, workers, _without_cuda_graphs():
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
