@@ -38,8 +38,8 @@ START_SECONDS, SILENT_SECONDS = 180.0, 60.0
 LONGEST_SECONDS = 1800.0
 # Workers of inductor's, which compile the kernels of a graph.
 MOST_WORKERS = 8
-# A start removes older folders, of servers that were killed. What a server has loaded from its folder stays loaded.
-SCRATCH, KEPT_SECONDS = "torch-compile-kit-loaded-", 30 * 24 * 3600.0
+# A start removes folders that were not used for so long, of servers that were killed. What was loaded from them stays loaded.
+SCRATCH, KEPT_SECONDS = "torch-compile-kit-loaded-", 24 * 3600.0
 # After so many graphs in a row for which no process has started, graphs are lowered in the call that traced them for a while.
 UNSTARTED_GRAPHS, BACK_OFF_SECONDS = 3, 600.0
 
@@ -186,7 +186,9 @@ class CompileProcess:
     def scratch(self) -> Path:
         """The folder of this server for the files that kernels are loaded from."""
         with self._making_scratch:
-            self._scratch = self._scratch or _private_folder()
+            if self._scratch is None or not self._scratch.exists():
+                self._scratch = _private_folder()
+            os.utime(self._scratch)
             return self._scratch
 
     def start(self) -> None:

@@ -61,6 +61,8 @@ def test_the_folder_of_a_server_that_was_killed_goes_in_the_end(engine, monkeypa
     young = here.scratch
     another = client.CompileProcess().scratch
     assert set(tmp_path.iterdir()) == {young, another, file}
+    os.utime(young, (0, 0))
+    assert here.scratch.stat().st_mtime > time.time() - 60, "it is in use"
     here.stop()
     assert not young.exists()
 
