@@ -106,7 +106,7 @@ _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType, fu
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # Hooks that PyTorch calls for all modules.
 GLOBAL_HOOKS = [
-    table for name, table in vars(torch.nn.modules.module).items() if name.endswith("_hooks") and isinstance(table, dict)
+    table for name, table in vars(nn.modules.module).items() if name.startswith("_global_forward") and isinstance(table, dict)
 ]
 _NOWHERE = "code without a module"
 
@@ -346,7 +346,7 @@ class Survey:
             return [*((item, depth) for item in held), *(self._named(value, depth) if self._inside else ())]
         if isinstance(value, type):  # whatever its metaclass: pybind11 has one of its own
             return self._members(value, depth) if self._inside else ()
-        if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or not _is_library(cls.__module__))):
+        if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or not is_library(cls.__module__))):
             self.values.append(Same(value))
             return [*self._attributes(value), (cls, depth)]
         return ()
@@ -385,8 +385,8 @@ class Survey:
 
     def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
         """The methods of a class and of its bases, and values that a class of the host holds."""
-        is_library = _is_library(cls.__module__)
-        if depth > DEPTH or (depth and is_library):
+        of_library = is_library(cls.__module__)
+        if depth > DEPTH or (depth and of_library):
             return
         yield from ((base, depth) for base in cls.__mro__[1:])
         is_layer = issubclass(cls, nn.Module)
@@ -394,14 +394,14 @@ class Survey:
             if is_layer and name in _MAKE_LAYERS:
                 continue
             is_method = isinstance(member, types.FunctionType) or type(member) in _WRAPPERS
-            if is_method or not (is_library or name.startswith("__")):
+            if is_method or not (of_library or name.startswith("__")):
                 yield member, depth
 
     def _named(self, function: types.FunctionType, depth: int) -> Iterator[tuple[object, int]]:
         """What the code of a function of the host, or of a layer of PyTorch, names in Python modules."""
         module = function.__globals__.get("__name__", "")
         is_layers = module.startswith("torch.nn.modules.") and module != nn.Module.__module__ and not depth
-        if depth > DEPTH or (_is_library(module) and not is_layers):
+        if depth > DEPTH or (is_library(module) and not is_layers):
             return
         for code in codes_in(function.__code__):
             for _entries, name, value in named_by(code, function.__globals__):
@@ -443,7 +443,7 @@ def _reference(owner: Any) -> Callable[[], Any]:
         return lambda: owner
 
 
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
     """Whether a module belongs to Python or to a package of TRUSTED, so that what its objects hold is not looked at."""
     top = module.partition(".")[0]
     return top in TRUSTED or top in sys.stdlib_module_names

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ownership import OF_PAGES, callables_of, contents_of, errors_marked, given_forward, is_of_class
+from ..ownership import (
+    GLOBAL_HOOKS,
+    OF_PAGES,
+    callables_of,
+    contents_of,
+    errors_marked,
+    exchanged,
+    given_forward,
+    is_of_class,
+)
 from ..per_model import Key, Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere, a class that refers to its model would keep it alive.
@@ -69,16 +78,11 @@ def forwards_outside(layers: Iterable[weakref.ref]) -> Iterator[None]:
     """While a block runs, the layers' forwards run outside of its graphs: objects that another node has made for each layer, or
     for each call (`functools.partial`), would each need a graph of their own."""
     present = [layer for reference in layers if (layer := reference()) is not None and _runs_an_object(layer)]
-    ours = {layer: types.MethodType(_run_outside, layer) for layer in present}
-    for layer, forward in ours.items():
-        vars(layer)[_OUTSIDE], vars(layer)["forward"] = vars(layer)["forward"], forward
-    try:
+    with (
+        exchanged({layer: vars(layer)["forward"] for layer in present}, _OUTSIDE),
+        exchanged({layer: types.MethodType(_run_outside, layer) for layer in present}),
+    ):
         yield
-    finally:
-        for layer, forward in ours.items():
-            before = vars(layer).pop(_OUTSIDE)
-            if vars(layer).get("forward") is forward:  # else the object has removed or replaced the forward
-                vars(layer)["forward"] = before
 
 
 def _runs_an_object(layer: nn.Module) -> bool:
@@ -218,7 +222,7 @@ class BlockState:
         self.options: Any = None
         self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
-        self.hooked: tuple[str, ...] = ("all modules",) if _has_global_hooks() else ()
+        self.hooked: tuple[str, ...] = ("all modules",) if any(GLOBAL_HOOKS) else ()
         self._freed: list[weakref.ref] = []
         self._alive = []
         callables: list[object] = []
@@ -293,7 +297,7 @@ def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[
             code, hooked = _given_code(module), _is_hooked(module)
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
-    return _has_global_hooks(), ids, special
+    return any(GLOBAL_HOOKS), ids, special
 
 
 def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:
@@ -345,15 +349,3 @@ def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-# Tables of hooks that PyTorch calls for all modules.
-_global_hooks = [
-    table
-    for name, table in vars(torch.nn.modules.module).items()
-    if name.startswith("_global_forward") and type(table) is not bool
-]
-
-
-def _has_global_hooks() -> bool:
-    return any(_global_hooks)

@@ -16,7 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
 from ..devices import is_capturing
 from ..ownership import TORCH_COMPILE
-from ..transformer_options.arguments import changes_an_object
+from ..transformer_options.arguments import is_given_an_object
 from .call_shapes import have_offsets
 
 # After so many seconds of tracing in one call of the model, or in one sampling run, no further trace begins in it. So whatever
@@ -77,7 +77,7 @@ def why_eager(
     """
     if effort is not None and effort.is_too_small(block, args):
         return Eager.SMALL
-    if changes_an_object(args, kwargs):
+    if is_given_an_object(args, kwargs):
         return Eager.FILLS_CACHE
     if group.failure_now is not None:
         return Eager.FAILED

@@ -6,7 +6,6 @@ run fills the cache from the tokens of the text; all steps read it, and run on t
 """
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -171,23 +170,15 @@ def test_the_report_says_what_is_not_compiled(run, engine):
     assert said.startswith("Block: calls that fill a cache run uncompiled, as each block would need code of its own")
 
 
-@dataclass(frozen=True)
-class Constant:
-    scale: float
-
-    def scaled(self, q):
-        return q * self.scale
-
-
-def test_a_function_that_changes_an_object_is_told_from_others(engine):
-    changes, tensor, options = engine("transformer_options.arguments").changes_an_object, torch.zeros(2), {"uuids": [object()]}
+def test_a_function_that_holds_an_object_is_told_from_others(engine):
+    holds, tensor, options = engine("transformer_options.arguments").is_given_an_object, torch.zeros(2), {"uuids": [object()]}
     fill, unset = causal(((0, 2),), options, PrefixCache(), 1, 2), [lambda: later]
-    assert changes((tensor, 3, fill), {}) and changes((), {"attn_fn": functools.partial(lambda f, q: f(q), fill)})
-    assert changes((tensor,), {"attn_fn": PrefixCache().put}) and changes((lambda q: [f(q) for f in [fill]],), {})
-    assert not changes((tensor, behind(tensor, tensor, options), 3), {"transformer_options": options, "cache": PrefixCache()})
-    assert not changes((causal(((0, 2),), options, None, 1, 2),), {}) and not changes((silu, *unset), {"f": nn.Linear(1, 1)})
-    constant, draw = Constant(2.0), torch.Generator()
-    assert not changes((constant.scaled, lambda q: constant.scaled(q) + torch.rand(1, generator=draw)), {})
+    assert holds((tensor, 3, fill), {}) and holds((), {"attn_fn": functools.partial(lambda f, q: f(q), fill)})
+    assert holds((tensor,), {"attn_fn": PrefixCache().put}) and holds((lambda q: [f(q) for f in [fill]],), {})
+    assert not holds((tensor, behind(tensor, tensor, options), 3), {"transformer_options": options, "cache": PrefixCache()})
+    assert not holds((causal(((0, 2),), options, None, 1, 2),), {}) and not holds((silu, *unset), {"f": nn.Linear(1, 1)})
+    draw = torch.Generator()
+    assert not holds((lambda q: torch.rand(1, generator=draw),), {})
     del options
     later = None
 
