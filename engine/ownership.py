@@ -5,7 +5,7 @@ other code nobody can tell: a closure, an object or a wrapper may keep anything 
 other code: what lies in a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`). The only
 exception is a function whose bytecode shows that it passes its arguments on and at most notes them (`noted_for`).
 
-`foreign_code` names the first foreign thing in a call of a network:
+Foreign code, of which the first is named, may be in a call of a network at three places:
 
 1. in what the prompt hands to the model: patches, overrides, wrappers, callbacks (`foreign_in_options`);
 2. on the stack, between ComfyUI's `KSAMPLER.sample` and the call: wrappers of any kind, samplers, guiders (`foreign_around`);
@@ -157,17 +157,15 @@ def _file_of_module(name: str) -> str:
     top = (name or _NOWHERE).partition(".")[0]
     places = (getattr(sys.modules.get(module), "__file__", None) for module in (name, top) if module)
     place = next(filter(None, places), "")
-    return _LIBRARY if _is_of_python(top, place) else place or _torch_or(name or _NOWHERE)
+    if _is_of_python(top, place):
+        return _LIBRARY
+    return place or (torch.__file__ if top in TRUSTED else name or _NOWHERE)  # operators have modules without a file
 
 
 def _is_of_python(top: str, file: str) -> bool:
     """Whether code from `file`, of a module in the package `top`, is the standard library's. Decided by name, as the library
     may lie in a zip file, whose code has relative paths (Windows portable)."""
     return top in sys.stdlib_module_names and not any(f"{folder}{os.sep}" in file for folder in ("custom_nodes", *_INSTALLED))
-
-
-def _torch_or(name: str) -> str:
-    return torch.__file__ if name.partition(".")[0] in TRUSTED else name  # operators have modules without a file
 
 
 def file_of(value: Any) -> str:
@@ -202,15 +200,6 @@ def is_ours(value: Any) -> bool:
 @functools.cache
 def _is_our_file(file: str) -> bool:
     return os.path.normcase(os.path.abspath(file)).startswith(_OURS)
-
-
-def foreign_code(network: nn.Module, options: Mapping) -> str | None:
-    """The pack of the first code in a call of `network` that is not the host's; None: all code is the host's.
-
-    Args:
-        options: the `transformer_options` of the call.
-    """
-    return foreign_in_options(options) or foreign_around() or survey_of(network.modules()).pack
 
 
 def survey_of(modules: Iterable[nn.Module]) -> Survey:
@@ -554,8 +543,8 @@ def rewrapped(function: Any, inner: object, replacement: Callable, path: tuple =
         return replacement
     if not isinstance(function, types.FunctionType) or function in path or len(path) > DEPTH or pack_of(function) is None:
         return None
-    cells = function.__closure__ or ()
-    others = [rewrapped(_content(cell), inner, replacement, (*path, function)) for cell in cells]
+    cells, path = function.__closure__ or (), (*path, function)
+    others = [None if cell == _UNSET else rewrapped(cell.cell_contents, inner, replacement, path) for cell in cells]
     if not any(others):
         return None
     closure = tuple(cell if other is None else types.CellType(other) for cell, other in zip(cells, others, strict=True))
@@ -641,16 +630,9 @@ def is_of_another(error: BaseException) -> bool:
     return _MARK in getattr(error, "__dict__", ())
 
 
-def contents_of(function: types.FunctionType) -> list[object]:
+def contents_of(function: types.FunctionType) -> list[Any]:
     """The values of the variables in a closure, except those that are not set yet."""
-    return [value for cell in function.__closure__ or () if (value := _content(cell)) is not _UNSET]
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != _UNSET]
 
 
-_UNSET = object()
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _UNSET
+_UNSET = types.CellType()  # equal to other empty cells

@@ -44,7 +44,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,15 +98,13 @@ _capture_lock = threading.Lock()
 
 @contextmanager
 def _all_held(*locks: threading.Lock) -> Iterator[bool]:
-    """Hold the locks if all of them are free; yields whether they were."""
-    with ExitStack() as held:
-        for lock in locks:
-            if not lock.acquire(blocking=False):
-                held.close()
-                yield False
-                return
-            held.callback(lock.release)
-        yield True
+    """Hold those of the locks that are free; yields whether all of them were."""
+    held = [lock for lock in locks if lock.acquire(blocking=False)]
+    try:
+        yield len(held) == len(locks)
+    finally:
+        for lock in held:
+            lock.release()
 
 
 @dataclass
@@ -148,8 +146,7 @@ def give_back(device: torch.device | None) -> None:
     """
     if device is None or device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return
-    driver = _driver()
-    if driver is None:
+    if (driver := _driver()) is None:
         return
     if not _capturing:  # synchronizing would break a capture
         torch.cuda.synchronize(device)  # trimming frees only what is not in use
@@ -317,10 +314,6 @@ def _differ(one: object, other: object) -> bool:
     return False
 
 
-# Keeps the weights in place; yields whether all are where the graphs expect them.
-Keep = Callable[[], AbstractContextManager[bool]]
-
-
 @dataclass
 class ModelGraphs:
     """The graphs of one model.
@@ -376,7 +369,7 @@ class ModelGraphs:
         args: tuple,
         kwargs: dict,
         fixed: dict,
-        keep: Keep = lambda: nullcontext(True),
+        keep: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
         lacks_trace: Callable[[], bool] = lambda: False,
@@ -388,6 +381,7 @@ class ModelGraphs:
             key: all that the call depends on but the data in tensors: `value_key` of the arguments and more.
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
+            keep: keeps the weights in place; yields whether all are where the graphs expect them.
             code: gives a value, which changes when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
                 allowed to begin.

@@ -88,7 +88,9 @@ class ModelState:
                     if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
                     now.append(address_of(tensor))
-        self.functions = [value for value in survey.values if isinstance(value, Same)]
+        functions = [value for value in survey.values if isinstance(value, Same)]
+        if functions != self.functions:  # else the same list, so that nobody compares its elements again
+            self.functions = functions
         if self._known != now:
             forget()
             self._known, self._copies = now, copies
@@ -100,23 +102,20 @@ class _Glance:
     hooks, callables set on the network itself, and tensors beside weights."""
 
     def __init__(self, modules: list[nn.Module], tensors: list[tuple[Callable, str]]):
-        self._own, *self._entries = map(vars, modules)  # the network's own first
-        kinds = "_modules", "_parameters", "_buffers"
-        tables = [entries[name] for entries in (self._own, *self._entries) for name in kinds]
-        tables = [table for table in tables if isinstance(table, dict)]  # those of `torch.jit` are none
-        self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
-        names = "_forward_hooks", "_forward_pre_hooks"
-        self._hooks = [*(entries[name] for entries in (self._own, *self._entries) for name in names), *GLOBAL_HOOKS]
+        self._own, *self._entries = dicts = [*map(vars, modules)]  # the network's own first
+        tables = [entries[name] for entries in dicts for name in ("_modules", "_parameters", "_buffers")]
+        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are none
+        self._empty = [table for table in tables if not table and isinstance(table, dict)]
+        self._hooks = [entries[name] for entries in dicts for name in ("_forward_hooks", "_forward_pre_hooks")] + GLOBAL_HOOKS
         self._tensors = tensors
         self._handles, self._count = RemovableHandle.next_id, sum(map(len, self._hooks))
         self._seen = self._look()
 
     def shows_no_change(self) -> bool:
-        return not self._are_hooks_new() and self._look() == self._seen
-
-    def _are_hooks_new(self) -> bool:
         before, self._handles = self._handles, RemovableHandle.next_id  # counts the hooks of the process
-        return before != self._handles and sum(map(len, self._hooks)) != self._count
+        if before != self._handles and sum(map(len, self._hooks)) != self._count:
+            return False
+        return self._look() == self._seen
 
     def _look(self) -> list:
         return [

@@ -44,11 +44,11 @@ from ...ownership import (
     OwnForward,
     exchanged,
     foreign_around,
-    foreign_code,
     foreign_in_options,
     is_ours,
     is_trusted_wrapper,
     pack_or_file,
+    survey_of,
 )
 from ...per_model import PerModel
 from ...torch_settings import modes, numerics
@@ -75,7 +75,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
             state_of(network).told_in = code_of(network).runs
             foreign, reason = None, "the weights move in each step"
             if not binding.weights_move:
-                foreign = code_of(network).look(network, functools.partial(foreign_code, network, {}), None)
+                foreign = code_of(network).look(network, lambda: foreign_around() or survey_of(network.modules()).pack, None)
                 reason = "a block runs something else than its class"
             _say_off(network, foreign, reason, notes)
         with without_prefetch(network) if binding.paged else nullcontext(), binding.bound():
@@ -262,10 +262,6 @@ def runs_channels_last(network: nn.Module) -> bool:
     return kernels() is not None and not state_of(network).channels_last_fails
 
 
-# Our replacements of methods of `ModelPatcher`; a second one where another pack has replaced the first.
-_watchers: list[Callable] = []
-
-
 def watch_unloading() -> None:
     """Wrap the host's methods that unload a model, or a part of it, to drop its graphs; until no model has graphs any more.
 
@@ -277,12 +273,13 @@ def watch_unloading() -> None:
 
 
 def _watch(name: str, have_moved: Callable[..., object]) -> None:
-    """Wrap the method `name`; `have_moved` gets its result and arguments and returns whether weights have moved."""
+    """Wrap the method `name`, again where another pack has replaced the wrapper; `have_moved` gets its result and arguments and
+    returns whether weights have moved."""
     patcher_class = comfy.model_patcher.ModelPatcher
     hosts = getattr(patcher_class, name)
-    if hosts in _watchers:
+    if is_ours(hosts):
         return
-    watchers, all_graphs = _watchers, graphs_of  # at exit, when the host deletes patchers, this module's names are gone
+    all_graphs = graphs_of  # at exit, when the host deletes patchers, this module's names are gone
 
     @functools.wraps(hosts)
     def unload(patcher, *args, **kwargs):
@@ -294,10 +291,8 @@ def _watch(name: str, have_moved: Callable[..., object]) -> None:
                     graphs.drop()
         if getattr(patcher_class, name) is unload and not any(graphs.graphs for _, graphs in all_graphs.items()):
             setattr(patcher_class, name, hosts)
-            watchers.remove(unload)
         return result
 
-    _watchers.append(unload)
     setattr(patcher_class, name, unload)
 
 
@@ -329,9 +324,7 @@ def _obstacle(network: nn.Module) -> str | None:
     graphs, state = graphs_of(network), state_of(network)
     if graphs.differences:
         return "a replay gave another result than the model itself"
-    if state.functions is not graphs.model.functions and state.functions == graphs.model.functions:
-        state.functions = graphs.model.functions  # an equal list: the next call finds the same object, and compares no elements
-    if state.functions != graphs.model.functions:
+    if state.functions is not graphs.model.functions:
         ours = network.__dict__.pop(INNER, None)  # set by `_run_inside`
         try:
             state.functions, state.keys = graphs.model.functions, keys_read(network)
