@@ -101,8 +101,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LOOKED_INTO = tuple(name for name in sorted(_OF_EVERY_MODULE) if name == "_modules" or name.endswith("_hooks"))
 # Methods that make a layer, or restore a copy: no call of a layer runs them. PyTorch's compiler wraps them when it first runs.
 _MAKE_LAYERS = frozenset({"__init__", "__new__", "__setstate__"})
-# What `file_of` looks into.
-_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # Hooks that PyTorch calls for all modules.
 GLOBAL_HOOKS = [
@@ -168,15 +166,15 @@ def _is_of_python(top: str, file: str) -> bool:
     return top in sys.stdlib_module_names and not any(f"{folder}{os.sep}" in file for folder in ("custom_nodes", *_INSTALLED))
 
 
-def file_of(value: Any) -> str:
+def file_of(value: Any, file_of_module: Callable[[str], str] = _file_of_module) -> str:
     """The file with the code of a function, method, `functools.partial` or class; for any other object, that of its class."""
     while isinstance(value, functools.partial | types.MethodType):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     if isinstance(value, types.FunctionType):
         return _file_of_code(value.__code__, value.__globals__)
     if isinstance(value, types.BuiltinFunctionType):
-        return _file_of_module(value.__module__ or "builtins")
-    return _file_of_module((value if isinstance(value, type) else type(value)).__module__)
+        return file_of_module(value.__module__ or "builtins")
+    return file_of_module((value if isinstance(value, type) else type(value)).__module__)
 
 
 def _file_of_code(code: types.CodeType, module: dict) -> str:
@@ -287,7 +285,8 @@ class Survey:
         self.pack: str | None = None
         self.values: list[Hashable] = []
         self.tensors: list[tuple[Callable[[], Any], str]] = []
-        self._inside, self._seen, self._files = inside, dict[int, int](), dict[str, str]()
+        # A network has thousands of layers of few classes.
+        self._inside, self._seen, self._file_of_module = inside, dict[int, int](), functools.cache(_file_of_module)
         # Values to look at, by how many names in code led to them. The fewest first, as those values are followed furthest.
         waiting: list[list[object]] = [[*roots], *([] for _ in range(DEPTH + 1))]
         depth = 0
@@ -322,7 +321,7 @@ class Survey:
             return [(getattr(value, name, None), depth) for name in _WRAPPERS[cls]]
         if (inner := noted_for(value)) is not None:
             return [(inner, depth), (value.__defaults__, depth)]
-        file = self._file_of(value)
+        file = file_of(value, self._file_of_module)
         self.pack = pack_of_file(file)
         if self.pack is not None or _is_our_file(file):
             return ()
@@ -339,15 +338,6 @@ class Survey:
             self.values.append(Same(value))
             return [*self._attributes(value), (cls, depth)]
         return ()
-
-    def _file_of(self, value: Any) -> str:
-        """`file_of`, which looks up the file of each Python module once: a network has thousands of layers of few classes."""
-        if isinstance(value, _FUNCTIONS):
-            return file_of(value)
-        name = (value if isinstance(value, type) else type(value)).__module__
-        if (file := self._files.get(name)) is None:
-            file = self._files[name] = _file_of_module(name)
-        return file
 
     def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
         """The attributes of an object that differ from its class's. Sorted, as the host removes some and puts them back."""

@@ -128,9 +128,9 @@ def _methods_in(cls: type) -> dict[str, object]:
 def _method_key(member: object, cls: type) -> Hashable:
     keys: list[Hashable] = [type(member).__name__]
     for function in _functions_in(member):
-        held = [value for value in contents_of(function) if value is not cls]
+        closed_over = [value for value in contents_of(function) if value is not cls]
         named = sorted((function.__kwdefaults__ or {}).items())
-        held += [*(function.__defaults__ or ()), *(value for _, value in named)]
+        held = (*closed_over, *(function.__defaults__ or ()), *(value for _, value in named))
         keys.append((function.__code__, *map(_by_value, held)))
     return tuple(keys)
 

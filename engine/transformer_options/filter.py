@@ -60,7 +60,8 @@ def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = No
                 return BOOKKEEPING  # a callable of another kind, which may read anything
     origins = {c: m.get("__name__", "") for c, m in (codes or codes_of(block, block.modules())).items()}
     beside_layers = codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
-    if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in origins.items()):
+    foreign = [code for code, origin in origins.items() if origin.partition(".")[0] not in _NO_PACKS]
+    if any(_may_read_options(code, code in beside_layers) for code in foreign):
         return BOOKKEEPING
     return frozenset(
         key
@@ -74,10 +75,6 @@ def _is_layer(module: nn.Module) -> bool:
     """Whether the class of `module` is, or is derived from, a layer of PyTorch's: these are called with tensors alone."""
     origins = [base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")]
     return not {"torch.nn.modules.module", "torch.nn.modules.container"}.issuperset(origins)
-
-
-def _is_foreign(origin: str) -> bool:
-    return origin.partition(".")[0] not in _NO_PACKS
 
 
 def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
@@ -96,19 +93,17 @@ def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
 
 
 def _keys_in_code(code: types.CodeType) -> set[str]:
-    named = BOOKKEEPING.intersection(c for c in code.co_consts if isinstance(c, str))
-    if not named:
+    if BOOKKEEPING.isdisjoint(c for c in code.co_consts if isinstance(c, str)):
         return set()
-    instructions = list(dis.get_instructions(code))
-    return {
-        this.argval
-        for this, following in zip(instructions, [*instructions[1:], None], strict=True)
-        if this.argval.__class__ is str
-        and this.argval in named
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    following = [name for name, _ in steps[1:]] + [""]
+    loaded = {
+        value
+        for (name, value), then in zip(steps, following, strict=True)
         # `options[key] = value` writes the key; it does not depend on it.
-        and not (following is not None and following.opname == "STORE_SUBSCR")
-        and "CONST" in this.opname
+        if "CONST" in name and isinstance(value, str) and then != "STORE_SUBSCR"
     }
+    return loaded & BOOKKEEPING
 
 
 class OptionsFilter:
@@ -122,7 +117,7 @@ class OptionsFilter:
         self._named = NamedFunctions(codes)
         read = keys_read(block, codes)
         self.is_whole = read == BOOKKEEPING
-        self._dropped = frozenset() if self.is_whole else BOOKKEEPING - read
+        self._dropped = BOOKKEEPING - read
         self._strings = frozenset(c for code in codes for c in code.co_consts if isinstance(c, str))
 
     def is_current(self) -> bool:

@@ -55,8 +55,7 @@ class Way(enum.Enum):
 
     REPLAYED = enum.auto()  # from a CUDA graph, or run to capture one
     MEASURED = enum.auto()  # block by block, to see whether graphs pay
-    COMPILED = enum.auto()  # block by block, though graphs would be possible
-    WITHOUT_GRAPHS = enum.auto()  # block by block: there can be none
+    COMPILED = enum.auto()  # block by block
 
 
 def way_of_call(
@@ -73,13 +72,14 @@ def way_of_call(
             notes.add(obstacle)
         if graphs_of(network).graphs:  # captured under another setting
             graphs_of(network).drop()
-        return Way.WITHOUT_GRAPHS
-    pays = settings.wants_graphs or has_convolutions(network) or _recall(network, size)
+        return Way.COMPILED
+    payoff = payoff_of(network)
+    pays = settings.wants_graphs or has_convolutions(network) or payoff.pays(size)
     if pays:
         _before.pop(device, None)
         return Way.REPLAYED
     code = code_of(network)
-    if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
+    if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff.pay_to:
         graphs_of(network).drop()
     is_eager = code.uncalled or any(group.failure for group in code.groups.values())  # blocks run as without this pack
     if pays is None and not code.is_being_compiled and not is_eager:
@@ -132,34 +132,33 @@ class Payoff:
     Args:
         pay_to: graphs pay up to this size of a latent.
         not_from: graphs do not pay from this size on, as the GPU is busy enough without them.
-        recalled: what an earlier process has measured has been looked up.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
         backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
     """
 
     pay_to: float = 0
     not_from: float = math.inf
-    recalled: bool = False
     ran: dict[int, int] = field(default_factory=dict)
     backlogs: dict[int, list[float]] = field(default_factory=dict)
 
+    def pays(self, size: int) -> bool | None:
+        """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
+        if size >= self.not_from:
+            return False
+        return size <= self.pay_to or None
+
+
+def _payoff_for(network: nn.Module) -> Payoff:
+    """With what an earlier process has measured."""
+    cache = current()
+    kept = _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", "")) if cache is not None else None
+    return Payoff(*map(float, kept.groups())) if kept else Payoff()
+
 
 _KEPT = re.compile(r"pay to (\S+), not from (\S+)")
-payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
+payoff_of = PerModel(_payoff_for)
 # For each card, if the call before was measured: whose it was, in which run of the sampler, and when it was over.
 _before: dict[torch.device, tuple[Payoff, int, float]] = {}
-
-
-def _recall(network: nn.Module, size: int) -> bool | None:
-    """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
-    payoff, cache = payoff_of(network), current()
-    if not payoff.recalled and cache is not None:
-        payoff.recalled, kept = True, _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", ""))
-        if kept:
-            payoff.pay_to, payoff.not_from = max(payoff.pay_to, float(kept[1])), min(payoff.not_from, float(kept[2]))
-    if size >= payoff.not_from:
-        return False
-    return size <= payoff.pay_to or None
 
 
 def forget_last_call(device: torch.device) -> None:
