@@ -205,19 +205,19 @@ def survey_of(modules: Iterable[nn.Module]) -> Survey:
     return Survey((*modules, *GLOBAL_HOOKS, torch.Tensor, *private.function_modes(), *private.dispatch_modes()))
 
 
-def foreign_in_options(options: Mapping) -> str | None:
+def foreign_in_options(options: Mapping, in_wrapper: bool = False) -> str | None:
     """The first pack in what a prompt hands to the model (`transformer_options`, or a patcher's `model_options`).
 
     Patches, an attention override and wrappers around the network run inside the network, keep state there, and are told the
-    step. So they count even if they are the host's own, except TRUSTED_WRAPPERS.
+    step. So they count even if they are the host's own, except TRUSTED_WRAPPERS in a call that comes from them (`in_wrapper`).
     """
     inside = [
         *_leaves((options.get("patches"), options.get("patches_replace"), options.get("optimized_attention_override"))),
         *_leaves((options.get("wrappers") or {}).get("diffusion_model")),
     ]
     for value in inside:
-        if not is_ours(value) and not is_trusted_wrapper(value):
-            return pack_or_file(value)
+        if not is_ours(value) and not (in_wrapper and is_trusted_wrapper(value)):
+            return Survey((value,), inside=False).pack or Path(file_of(value)).stem
     return Survey(_leaves(options), inside=False).pack
 
 
@@ -235,11 +235,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 def is_trusted_wrapper(value: Any) -> bool:
     code = getattr(value, "__code__", None)
     return code is not None and pack_of(value) is None and (Path(code.co_filename).name, code.co_name) in TRUSTED_WRAPPERS
-
-
-def pack_or_file(value: Any) -> str:
-    """The pack that a function, or a value that it holds, is from; if both are the host's, the name of the function's file."""
-    return Survey((value,), inside=False).pack or Path(file_of(value)).stem
 
 
 def foreign_around() -> str | None:
@@ -271,7 +266,6 @@ class Survey:
     """One walk through what values consist of, hold and call; it ends at the first foreign value.
 
     Args:
-        roots: modules, functions, classes, other objects, and containers of them.
         inside: look also into objects and classes, and at what code names; else only at what `roots` contain and close over.
 
     Attributes:

@@ -150,10 +150,7 @@ def _functions_in(member: object) -> list[types.FunctionType]:
 
 
 class Methods:
-    """The methods in a class's own dict at one time; keeps neither class nor methods alive.
-
-    `key` is equal for the same methods of the same class at another time.
-    """
+    """The methods in a class's own dict at one time, with an equal `key` if they are equal; keeps none of them alive."""
 
     def __init__(self, cls: type):
         members = _methods_in(cls)
@@ -212,7 +209,6 @@ class BlockState:
         methods: keys of the methods of all modules and plain objects in the block; then what other nodes have put over methods.
         forwards: by path, what other nodes have put over forwards of the classes.
         callables: what else lies in the dicts of modules and can be called.
-        shared: for `sharing_classes`; `outside`: for `forwards_outside`.
     """
 
     def __init__(self, block: nn.Module, first: MutableMapping[Hashable, type]):

@@ -109,12 +109,8 @@ def _all_held(*locks: threading.Lock) -> Iterator[bool]:
 
 @dataclass
 class Captured:
-    """One captured call.
-
-    Args:
-        inputs: the tensors to fill before a replay, in the order of the flattened arguments.
-        output: its tensors were allocated before the capture; overwritten by each replay.
-    """
+    """One captured call. `inputs`: the tensors to fill before a replay, in the order of the flattened arguments. `output`: its
+    tensors were allocated before the capture, and each replay overwrites them."""
 
     device: torch.device
     graph: torch.cuda.CUDAGraph
@@ -156,9 +152,8 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# Graphs, each with what its capture allocated and did not free. PyTorch keeps a pointer to a graph whose capture cannot end.
+# Each with what its capture allocated and did not free. PyTorch keeps a pointer to a graph whose capture cannot end.
 _kept_for_good: list[tuple[torch.cuda.CUDAGraph, list[torch.UntypedStorage]]] = []
-# Graphs that are being captured.
 _capturing: list[torch.cuda.CUDAGraph] = []
 
 
@@ -322,10 +317,9 @@ class ModelGraphs:
         graphs: ordered by their last replay.
         seen: keys of calls that have run without a graph, and so are compiled; each with `_without_data` of the result.
         failures: why a call is not captured.
-        _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
         is_check_due: the next replay is to be compared with a plain call.
-        checks: how many replays were compared with a plain call.
-        differences: how many of those replays differed.
+        checks: how many replays were compared; `differences`: how many of them differed.
+        _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -354,7 +348,7 @@ class ModelGraphs:
     def drop_if_stale(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None
     ) -> None:
-        """Once a run: drop the graphs if weights, layers or functions have changed, see `ModelState.check_unchanged`."""
+        """Drop the graphs if weights, layers or functions have changed, see `ModelState.check_unchanged`."""
         self.model.check_unchanged(model, device, places, self._changed)
 
     def _changed(self) -> None:

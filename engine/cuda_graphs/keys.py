@@ -19,11 +19,8 @@ class NoKey(Exception):
 def value_key(value: Any, inputs: bool = False) -> Hashable:
     """A key by value of numbers, strings, dtypes and containers of them, by identity of functions and classes.
 
-    Args:
-        inputs: whether to accept tensors in lists, tuples and dicts, as inputs of the graph: all but their data counts.
-
-    Raises:
-        NoKey: `value` holds another object, which could change in place or be replaced at the same address.
+    `inputs`: whether to accept tensors in lists, tuples and dicts, as inputs of the graph: all but their data counts. NoKey if
+    `value` holds another object, which could change in place or be replaced at the same address.
     """
     cls = type(value)
     if cls in PLAIN:

@@ -23,13 +23,8 @@ MOST_LOOKS = 8
 
 @dataclass
 class ModelState:
-    """The model as it was when the graphs were captured.
-
-    Args:
-        obstacle: why layers forbid replays in this sampling run, or None.
-        foreign: the first pack whose code is in the network in this sampling run, or None.
-        functions: what the layers run.
-    """
+    """The model as it was when the graphs were captured, and what of it forbids replays in this sampling run: `obstacle`, or
+    `foreign`, the first pack whose code is in the network. `functions`: what the layers run."""
 
     device: torch.device | None = None
     obstacle: str | None = None
@@ -46,7 +41,6 @@ class ModelState:
         self._looks = 0
 
     def forget(self) -> None:
-        """Called when all graphs were dropped."""
         self._known = None
         self._copies.clear()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..ownership import callables_of, codes_in, contents_of, forward_inside, given_forward, named_by, noted_for
+from ..ownership import callables_of, codes_in, contents_of, forward_inside, given_forward, is_ours, named_by, noted_for
 from ..per_model import SameObjects
 from ..torch_settings import original
 
@@ -21,9 +21,6 @@ class NamedFunctions:
 
     Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options. If a
     `SharedScope` has replaced a function, the replacement counts as that function.
-
-    Args:
-        codes: the result of `codes_of`.
     """
 
     def __init__(self, codes: Mapping[types.CodeType, dict]):
@@ -67,7 +64,8 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
                 functions += (member for member in members.values() if isinstance(member, types.FunctionType))
     # Only attributes that the code names: in one that no code names, a trainer keeps the forward that it has replaced.
     attributes: dict[str, dict[int, object]] = {}
-    for name, value in (entry for module in modules for entry in callables_of(module)):
+    held = (entry for module in modules for entry in callables_of(module))
+    for name, value in (entry for entry in held if not is_ours(entry[1])):
         attributes.setdefault(name, {})[id(value)] = value
     for _ in range(1 + DEPTH):
         functions = [named for function in functions for named in _functions_in(function, seen, attributes)]

@@ -34,7 +34,6 @@ BOOKKEEPING = frozenset(
 )  # fmt: skip
 # Keys that `write_back` does not copy: the block may have been given another value than the host's.
 _NOT_WRITTEN = BOOKKEEPING.union(PATCHES, {OVERRIDE, HOLDER})
-# Keys that say where in the model a block is.
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
 # The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
 UNET_ATTENTION = "comfy.ldm.modules.attention"
@@ -45,14 +44,8 @@ _NO_PACKS = {"comfy", "comfy_extras"}.union(TRUSTED, sys.stdlib_module_names)
 
 
 def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = None) -> frozenset[str]:
-    """The bookkeeping keys that the code of `block` may depend on.
-
-    Code of the host depends on the keys that it names: in the methods of the block's class and of its modules' classes, and in
-    the functions that these methods name. All of BOOKKEEPING if code of another pack may get the options.
-
-    Args:
-        codes: the result of `codes_of` for all modules in the block.
-    """
+    """The bookkeeping keys that the code of `block` names; all of BOOKKEEPING if code of another pack may get the options.
+    `codes`: the result of `codes_of` for all modules in the block."""
     for module in block.modules():
         replaced = given_forward(module) if module is not block else None
         for forward in (forward_of_class(type(module)), replaced):
@@ -78,11 +71,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
-    """Whether code uses a variable, key or attribute with one of the options' names (`_BY_NAME`).
-
-    Args:
-        in_rest: the options may also be in the code's `*args` or `**kwargs`: using these counts too.
-    """
+    """Whether code uses a variable, key or attribute with one of the options' names (`_BY_NAME`); `in_rest`: or its `*args` or
+    `**kwargs`, which may hold the options as well."""
     names = set(_BY_NAME)
     if in_rest and code.co_name != "__init__":
         rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)

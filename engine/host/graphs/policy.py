@@ -61,11 +61,7 @@ class Way(enum.Enum):
 def way_of_call(
     settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: Notes
 ) -> Way:
-    """Choose how a call runs; may differ once `measure` has timed a call. `notes` gets why wanted graphs are impossible.
-
-    Args:
-        size: numbers in the latent.
-    """
+    """Choose how a call runs; `notes` gets why wanted graphs are impossible. `size`: numbers in the latent."""
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
         if obstacle and settings.wants_graphs:

@@ -10,7 +10,7 @@ Life cycle of a call within `graphed`:
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
-(`ModelGraphs.check`), when memory is short (`_pinned`), and when the host unloads the model (`watch_unloading`).
+(`ModelGraphs.call`), when memory is short (`_pinned`), and when the host unloads the model (`watch_unloading`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from ...ownership import (
     foreign_in_options,
     is_ours,
     is_trusted_wrapper,
-    pack_or_file,
     survey_of,
 )
 from ...per_model import PerModel
@@ -70,18 +69,17 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
     """A context in which calls of the network are captured and replayed; `notes` gets the reason where a call cannot be."""
     watch_unloading()
     network, device = loaded.network, loaded.device
+    graphs, state, code = graphs_of(network), state_of(network), code_of(network)
     if not binding.plain:
-        if state_of(network).told_in != code_of(network).runs:
-            state_of(network).told_in = code_of(network).runs
-            foreign, reason = None, "the weights move in each step"
+        if state.told_in != code.runs:
+            state.told_in, foreign, reason = code.runs, None, "the weights move in each step"
             if not binding.weights_move:
-                foreign = code_of(network).look(network, lambda: foreign_around() or survey_of(network.modules()).pack, None)
+                foreign = code.look(network, lambda: foreign_around() or survey_of(network.modules()).pack, None)
                 reason = "a block runs something else than its class"
             _say_off(network, foreign, reason, notes)
         with without_prefetch(network) if binding.paged else nullcontext(), binding.bound():
             yield
         return
-    graphs, state, code = graphs_of(network), state_of(network), code_of(network)
     model_options = getattr(getattr(loaded.model, "current_patcher", None), "model_options", {})
     pinned = functools.partial(_pinned, state, graphs) if state.pages else lambda: nullcontext(True)
 
@@ -98,7 +96,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         fast = convolutional and (binding.call.synchronous or generation()[1])
 
         def why_no_graphs():
-            foreign = _foreign_outside_network(options, model_options, wrapped)
+            foreign = foreign_in_options(options, wrapped) or foreign_in_options(model_options) or foreign_around()
             if foreign is None:
                 graphs.drop_if_stale(network, device, address_of if state.pages else None)
                 foreign = graphs.model.foreign
@@ -153,17 +151,6 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         calls.clear()
 
 
-def _foreign_outside_network(options: Mapping, model_options: Mapping, wrapped: bool) -> str | None:
-    """The first pack whose code is in a call but not in the network; `wrapped`: the call comes from trusted wrappers."""
-    around = [] if wrapped else _wrappers(options)
-    return (
-        foreign_in_options(options)
-        or next(map(pack_or_file, around), None)
-        or foreign_in_options(model_options)
-        or foreign_around()
-    )
-
-
 def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: Notes) -> None:
     watch_of(network).foreign = pack
     text = f"CUDA graphs are off: {reason}" if pack is None else in_words(told("graphsOff", pack), ENGLISH)
@@ -206,7 +193,6 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
 
 
 def _wrappers(options: Mapping) -> list[Any]:
-    """Wrappers of other nodes around the model."""
     return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
 
 
@@ -230,7 +216,6 @@ def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
 
 
 def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
-    """A call of the model that may fetch weights."""
     try:
         result = forward(*args, **kwargs)
     except BaseException:
@@ -325,12 +310,7 @@ def _obstacle(network: nn.Module) -> str | None:
     if graphs.differences:
         return "a replay gave another result than the model itself"
     if state.functions is not graphs.model.functions:
-        ours = network.__dict__.pop(INNER, None)  # set by `_run_inside`
-        try:
-            state.functions, state.keys = graphs.model.functions, keys_read(network)
-        finally:
-            if ours is not None:
-                network.__dict__[INNER] = ours
+        state.functions, state.keys = graphs.model.functions, keys_read(network)
     if read := state.keys & {"sigmas", "sample_sigmas", "uuids"}:
         return f"the model reads {', '.join(sorted(read))}"
     return graphs.model.obstacle
