@@ -27,7 +27,6 @@ import sys
 import sysconfig
 import types
 import uuid
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -272,13 +271,13 @@ class Survey:
         pack: what is foreign, or None.
         values: what code of the host depends on beside its arguments and weights: plain values that objects, classes and Python
             modules hold, and addresses of tensors, in an order that is the same each time.
-        tensors: attributes that hold tensors, or may get some: (a function that returns the owner, name).
+        tensors: attributes that hold tensors, or may get some: (the owner's attributes, name).
     """
 
     def __init__(self, roots: Iterable[object], inside: bool = True):
         self.pack: str | None = None
         self.values: list[Hashable] = []
-        self.tensors: list[tuple[Callable[[], Any], str]] = []
+        self.tensors: list[tuple[dict, str]] = []
         # A network has thousands of layers of few classes.
         self._inside, self._seen, self._file_of_module = inside, dict[int, int](), functools.cache(_file_of_module)
         # Values to look at, by how many names in code led to them. The fewest first, as those values are followed furthest.
@@ -353,7 +352,7 @@ class Survey:
             if isinstance(value, _MAY_HOLD_TENSORS):
                 is_cache = isinstance(value, dict) and not value
                 if is_cache or any(addresses_in(value)):
-                    self.tensors.append((_reference(owner), name))
+                    self.tensors.append((entries, name))
             yield value, 0
 
     def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
@@ -407,13 +406,6 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from codes_in(const)
-
-
-def _reference(owner: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(owner)
-    except TypeError:  # a plain namespace
-        return lambda: owner
 
 
 def is_library(module: str) -> bool:
@@ -490,11 +482,9 @@ def noted_for(function: Any) -> types.FunctionType | None:
     others = [value for value in contents_of(function) if not isinstance(value, types.FunctionType)]
     if len(functions) != 1 or any(not isinstance(value, type) or pack_of(value) is None for value in others):
         return None
-    steps = [step.opname for step in dis.get_instructions(function)]
-    calls = [place for place, step in enumerate(steps) if step.startswith("CALL")]
-    if len(calls) != 1 or steps[calls[0] + 1 :] != ["RETURN_VALUE"]:
-        return None
-    is_handed_on = all(step in _HANDING_ON or step.startswith(("LOAD_FAST", "CALL")) for step in steps)
+    *steps, call, last = (step.opname for step in dis.get_instructions(function))
+    is_handed_on = call.startswith("CALL") and last == "RETURN_VALUE"
+    is_handed_on &= all(step in _HANDING_ON or step.startswith("LOAD_FAST") for step in steps)
     # Not in attributes of an argument, such as the module that is called: the host's code might read those.
     are_kept = all(before == "LOAD_DEREF" for before, step in itertools.pairwise(steps) if step == "STORE_ATTR")
     return functions[0] if is_handed_on and are_kept else None
@@ -512,7 +502,8 @@ def forward_inside(cls: type) -> Any:
             return None
         if pack_of(function) is None:
             return function if (function.__module__, function.__qualname__) in methods else None
-        if _sets_closure(function):  # a copy would not share the variables that it sets
+        sets = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_DEREF"}
+        if not sets.isdisjoint(function.__code__.co_freevars):  # a copy would not share the variables that it sets
             return None
         return next(filter(None, (search(value, depth - 1) for value in contents_of(function))), None)
 
@@ -535,12 +526,6 @@ def rewrapped(function: Any, inner: object, replacement: Callable, path: tuple =
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, function.__dict__
     return copy
-
-
-def _sets_closure(function: types.FunctionType) -> bool:
-    """Whether a function sets variables of the function around it."""
-    steps = dis.get_instructions(function)
-    return any(step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars for step in steps)
 
 
 def given_forward(module: nn.Module) -> object | None:

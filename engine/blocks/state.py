@@ -214,7 +214,7 @@ class BlockState:
     def __init__(self, block: nn.Module, first: MutableMapping[Hashable, type]):
         self.shared = shared_classes(block, first)
         self.outside: list[weakref.ref] = []
-        self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
+        self.groups: dict[tuple, Any] = {}
         self.options: Any = None
         self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()

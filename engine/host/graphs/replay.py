@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +165,8 @@ def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *a
         return forward(*args, **kwargs)
     (call,) = calls
     kind: Any = type(network)
-    wrappers = _wrappers(kwargs.get("transformer_options") or {})
+    keyed = (kwargs.get("transformer_options") or {}).get("wrappers", {}).get("diffusion_model", {})
+    wrappers = [wrapper for some in keyed.values() for wrapper in some]
     names = _inner_names(kind) if wrappers and all(map(is_trusted_wrapper, wrappers)) else None
     if names is None:
         return call(forward, args, kwargs)
@@ -190,10 +191,6 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
     if INNER not in forward.__code__.co_names or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-
-
-def _wrappers(options: Mapping) -> list[Any]:
-    return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
 
 
 @contextmanager
