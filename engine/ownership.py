@@ -441,10 +441,8 @@ def _identity(value: object) -> object:
 
 
 def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether `value`, from the module's `__dict__`, is the class's own method of that name.
-
-    The host leaves such a method there when it takes back a patch (weight_adapter/bypass.py, object patches).
-    """
+    """Whether `value`, from the module's `__dict__`, is the class's own method of that name: the host leaves such a method
+    there when it takes back a patch (weight_adapter/bypass.py, object patches)."""
     return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
 
 
@@ -491,10 +489,7 @@ def noted_for(function: Any) -> types.FunctionType | None:
 
 
 def forward_inside(cls: type) -> Any:
-    """The host's forward of a class, taken out of functions that other packs have put around it; any other forward as it is.
-
-    Some packs put a function there when they are imported, to note the arguments for nodes of theirs.
-    """
+    """The host's forward of a class, taken out of functions that other packs have put around it; any other forward as it is."""
     methods = [(base.__module__, f"{base.__qualname__}.forward") for base in cls.__mro__]
 
     def search(function: object, depth: int = DEPTH) -> types.FunctionType | None:
@@ -559,11 +554,8 @@ def named_origin(function: Any) -> str:
 
 @contextmanager
 def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
-    """A context in which these modules have these forwards.
-
-    If somebody else meanwhile replaces one of these forwards, the new one stays. It may go on calling ours, which after the
-    context must do what the class's forward does.
-    """
+    """A context in which these modules have these forwards. If somebody else meanwhile replaces one of them, the new one stays.
+    It may go on calling ours, which after the context must do what the class's forward does."""
     before = {module: module.__dict__.get(name) for module in forwards}
     try:
         for module, forward in forwards.items():

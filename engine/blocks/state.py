@@ -105,10 +105,8 @@ def is_made_anew(cls: type) -> bool:
 
 
 def class_key(cls: type) -> Hashable:
-    """A key that classes made by one function share while their methods are the same; methods of base classes do not count.
-
-    Methods made anew for each call count as the same if their code and the values in their closures are.
-    """
+    """A key that classes made by one function share while the code of their methods, and the values in its closures, are the
+    same; methods of base classes do not count."""
     methods = tuple((name, _method_key(member, cls)) for name, member in sorted(_methods_in(cls).items()))
     if not is_made_anew(cls):
         return Same(cls), methods
@@ -131,12 +129,9 @@ def _method_key(member: object, cls: type) -> Hashable:
         closed_over = [value for value in contents_of(function) if value is not cls]
         named = sorted((function.__kwdefaults__ or {}).items())
         held = (*closed_over, *(function.__defaults__ or ()), *(value for _, value in named))
-        keys.append((function.__code__, *map(_by_value, held)))
+        plain = bool, int, float, str, type(None)
+        keys.append((function.__code__, *((type(v), repr(v)) if type(v) in plain else Same(v) for v in held)))
     return tuple(keys)
-
-
-def _by_value(value: object) -> Hashable:
-    return (type(value), repr(value)) if type(value) in (bool, int, float, str, type(None)) else Same(value)
 
 
 def _functions_in(member: object) -> list[types.FunctionType]:
@@ -216,7 +211,6 @@ class BlockState:
         self.outside: list[weakref.ref] = []
         self.groups: dict[tuple, Any] = {}
         self.options: Any = None
-        self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
         self.hooked: tuple[str, ...] = ("all modules",) if any(GLOBAL_HOOKS) else ()
         self._freed: list[weakref.ref] = []
@@ -249,20 +243,17 @@ class BlockState:
                 self.hooked += (path,)
         self.callables = tuple(map(Same, callables))
         self._callables = SameObjects(callables)
-        self._looked_at = _look_at(block, self._sizes)
+        self._looked_at, self._sizes = _look_at(block)
         self._methods = methods_of(classes)
         self.methods = (*(methods.key for methods in self._methods), *overrides)
 
     def holds(self, block: nn.Module) -> bool:
         """Whether nothing in the block has changed; asked before each call of the block."""
-        sizes: list[int] = []
-        if self._freed or _look_at(block, sizes) != self._looked_at:
+        looked_at, sizes = _look_at(block)
+        if self._freed or looked_at != self._looked_at or not all(methods.are_current() for methods in self._methods):
             return False
-        if not all(methods.are_current() for methods in self._methods):
-            return False
-        if not self._callables.are(
-            module.__dict__.get(name) for reference, name in self._callables_at if (module := reference()) is not None
-        ):
+        present = ((module, name) for reference, name in self._callables_at if (module := reference()) is not None)
+        if not self._callables.are(module.__dict__.get(name) for module, name in present):
             return False
         # Only if a size has changed, as listing what each module holds takes ten times as long as the rest.
         if sizes != self._sizes and not self._callables.are(value for m in block.modules() for _, value in callables_of(m)):
@@ -271,14 +262,13 @@ class BlockState:
         return True
 
 
-def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[tuple]]:
+def _look_at(block: nn.Module) -> tuple[tuple[bool, list[int], list[tuple]], list[int]]:
     """What `holds` compares: whether there are hooks for all modules, the `id` of each module in a block and of its class, and
-    the modules with a replaced forward or with hooks. `sizes` gets how many attributes each module has.
+    the modules with a replaced forward or with hooks; and how many attributes each module has.
 
     Written with plain dicts and one loop, since the walk visits 2,000 modules of SDXL in each step.
     """
-    ids, special = [id(block.__class__)], []
-    sizes.append(len(block.__dict__))
+    ids, special, sizes = [id(block.__class__)], [], [len(block.__dict__)]
     waiting = [*block._modules.values()]
     while waiting:
         module = waiting.pop()
@@ -293,7 +283,7 @@ def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[
             code, hooked = _given_code(module), _is_hooked(module)
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
-    return any(GLOBAL_HOOKS), ids, special
+    return (any(GLOBAL_HOOKS), ids, special), sizes
 
 
 def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:

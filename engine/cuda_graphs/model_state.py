@@ -47,12 +47,8 @@ class ModelState:
     def check_unchanged(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
-        """Called before each call. Looks at the whole model once a sampling run, and again if the glance shows a change.
-
-        Args:
-            places: gives where the host pages the weights of a layer, None for other layers. A host that pages weights
-                allocates small ones again for each run; they are copied to where the graphs expect them.
-            forget: called if the model has changed.
+        """Called before each call. Looks at the whole model once a sampling run, and again if the glance shows a change; calls
+        `forget` if the model has changed. `places`: gives where the host pages the weights of a layer, None for other layers.
         """
         if self.foreign is not None or self._looks > MOST_LOOKS:
             return

@@ -73,21 +73,17 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
 
 
 def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    for module in modules:
-        replaced = given_forward(module)
-        function = getattr(replaced, "__func__", replaced)
-        if isinstance(function, types.FunctionType):
-            yield function
+    for replaced in map(given_forward, modules):
+        functions = [getattr(replaced, "__func__", replaced)]
         if isinstance(replaced, types.MethodType):
-            methods = vars(type(replaced.__self__)).values()
-            yield from (member for member in methods if isinstance(member, types.FunctionType))
+            functions += vars(type(replaced.__self__)).values()
+        yield from (function for function in functions if isinstance(function, types.FunctionType))
 
 
 def _functions_in(
     function: types.FunctionType, seen: dict[types.CodeType, dict], attributes: Mapping[str, Mapping[int, object]]
 ) -> Iterator[types.FunctionType]:
-    """The functions that the code of `function` names, in Python modules or in `attributes`, and those that it closes over;
-    skips code in `seen`."""
+    """The functions that code of `function` which is not in `seen` names, in Python modules or `attributes`, or closes over."""
     for code in codes_in(function.__code__):
         if code in seen:
             continue

@@ -97,10 +97,8 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
 
 
 class OptionsFilter:
-    """Hand a block the `transformer_options` of a call without what its code does not read, and with its patches wrapped.
-
-    `is_whole`: code of another pack may read the options, so that all of them are handed over.
-    """
+    """Hand a block the `transformer_options` of a call without what its code does not read, and with its patches wrapped; all
+    of them if code of another pack may read them (`is_whole`)."""
 
     def __init__(self, block: nn.Module):
         codes = codes_of(block, block.modules())
@@ -148,10 +146,8 @@ class OptionsFilter:
 
 
 def _add_replacements(kept: dict, replacements: Mapping, options: Mapping, dropped: frozenset[str]) -> None:
-    """Put into the options of a block the replacements that it looks up, and the keys by which it does so.
-
-    If nothing but that lookup depends on a UNet block's place, all blocks get the same place, and share a graph.
-    """
+    """Put into the options of a block the replacements that it looks up, and the keys by which it does so. If nothing but that
+    lookup depends on a UNet block's place, all blocks get the same place, and share a graph."""
     block, position = options.get("block"), {k: options[k] for k in POSITION if k in options}
     if isinstance(block, list | tuple) and len(block) == 2 and replacements.keys() <= {"attn1", "attn2"}:
         here = there = tuple(block), (*block, options.get("block_index", 0))

@@ -23,8 +23,7 @@ _ABSENT = object()
 class HostOptions:
     """The host's options of one call of a block; `_handed` is a copy of the dict that the block gets, as handed over.
 
-    Only the dict that the block gets refers to this object, else there would be a cycle: options hold models and tensors of the
-    call, which would stay until garbage is collected.
+    Only that dict refers to this object: a cycle would keep models and tensors of the call until garbage is collected.
     """
 
     def __init__(self, host: dict):

@@ -85,8 +85,8 @@ def way_of_call(
 
 
 def always_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> bool:
-    """Whether all calls are replayed from CUDA graphs, also before blocks are compiled: true for UNets. Replays more than halve
-    a UNet's steps where the GPU waits for the CPU, and convolutions in a graph are channels_last on any machine (replay.py)."""
+    """Whether all calls are replayed, also before blocks are compiled: true for UNets. Replays more than halve a UNet's steps
+    where the GPU waits for the CPU, and convolutions in a graph are channels_last on any machine (replay.py)."""
     return settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
 
 
@@ -126,8 +126,7 @@ class Payoff:
     """Whether graphs pay for a network.
 
     Args:
-        pay_to: graphs pay up to this size of a latent.
-        not_from: graphs do not pay from this size on, as the GPU is busy enough without them.
+        pay_to: they do up to this size of a latent; `not_from`: from this size on the GPU is busy enough without them.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
         backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
     """
@@ -148,7 +147,7 @@ def _payoff_for(network: nn.Module) -> Payoff:
     """With what an earlier process has measured."""
     cache = current()
     kept = _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", "")) if cache is not None else None
-    return Payoff(*map(float, kept.groups())) if kept else Payoff()
+    return Payoff(float(kept[1]), float(kept[2])) if kept else Payoff()
 
 
 _KEPT = re.compile(r"pay to (\S+), not from (\S+)")

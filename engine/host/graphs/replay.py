@@ -183,9 +183,8 @@ def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *a
 @functools.cache
 def _inner_names(kind: Any) -> tuple[str, ...] | None:
     """Names of the parameters of `_forward`, if `forward` passes `_forward` to wrappers, as in the host's models; else None."""
-    forward: object = kind.forward
-    inner: object = getattr(kind, INNER, None)
-    if not isinstance(forward, types.FunctionType) or not isinstance(inner, types.FunctionType):
+    forward, inner = kind.forward, getattr(kind, INNER, None)
+    if not (isinstance(forward, types.FunctionType) and isinstance(inner, types.FunctionType)):
         return None
     parameters = list(inspect.signature(inner).parameters.values())[1:]
     if INNER not in forward.__code__.co_names or any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -324,8 +323,7 @@ class NetworkState:
     """What is kept of a network beside its graphs.
 
     Args:
-        functions: what the layers ran when their code was read for `keys`.
-        keys: the options that the network's code reads.
+        keys: the options that the network's code reads; `functions`: what the layers ran when it was read.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         lacks_room: the paged weights do not all fit into memory.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
