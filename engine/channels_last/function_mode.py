@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from ..torch_compat import private
 from .preparing import kernels
 
-SIDE_BY_SIDE = torch.channels_last
 # By number of dimensions: images, videos.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # The types that tensor cores take. Tensors of other types keep their layout.
@@ -105,7 +104,7 @@ class ChannelsLast(TorchFunctionMode):
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
         """Return an image in channels_last as it is, for instance at the end of the host's transformers."""
-        if not args and not kwargs and _is_image(x) and x.is_contiguous(memory_format=SIDE_BY_SIDE):
+        if not args and not kwargs and _is_image(x) and x.is_contiguous(memory_format=torch.channels_last):
             return x
         return func(x, *args, **kwargs)
 
@@ -140,22 +139,10 @@ def paused() -> Iterator[None]:
         mode.__enter__()
 
 
-def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy) to write
-    back. Expanded images, whose elements share memory, cannot be written to and are left out of these.
-    """
-    if _active() is None:
-        return args, []
-    copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
-    by_id = {id(image): copy for image, copy in copies}
-    return tuple(by_id.get(id(a), a) for a in args), [
-        (image, copy) for image, copy in copies if image is not copy and not _is_expanded(image)
-    ]
-
-
-def result_channels_last(result: Any) -> object:
-    """A block's result, copied to channels_last if the mode is on: one copy here saves one in each of the next layers."""
-    return result.contiguous(memory_format=SIDE_BY_SIDE) if _active() is not None and _is_image(result) else result
+def in_channels_last(value: Any) -> Any:
+    """An argument or result of a block, if it is an image in channels_last while the mode is on: one copy saves one in each of
+    the next layers."""
+    return value.contiguous(memory_format=torch.channels_last) if _active() is not None and _is_image(value) else value
 
 
 def run_channels_last(forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
@@ -169,10 +156,6 @@ def _is_image(x: object, dimensions: int = 4) -> bool:
     if not isinstance(x, torch.Tensor) or x.dim() != dimensions or x.dtype not in DTYPES:
         return False
     return min(x.shape[1], *x.shape[-2:]) > 1
-
-
-def _is_expanded(image: torch.Tensor) -> bool:
-    return any(step == 0 and size > 1 for step, size in zip(image.stride(), image.shape, strict=True))
 
 
 def _as_image(x: torch.Tensor) -> torch.Tensor:

@@ -55,17 +55,11 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
 
     With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by heads and multiply by pairs.
     """
-    marked = []
-    for tensor in tensors_in(args, kwargs):
-        if (
-            tensor.dim() == 6
-            and tensor.shape[-2:] == (2, 2)
-            and tensor.shape[1] > 1
-            and not any(hasattr(tensor, m) for m in private.STATIC_MARKS)
-        ):
-            # Not by `mark_static`, which PyTorch 2.15 takes for a part of the trace when called at its beginning.
-            vars(tensor).update(zip(private.STATIC_MARKS, ({2, 3}, True), strict=True))
-            marked.append(tensor)
+    rotary = [t for t in tensors_in(args, kwargs) if t.dim() == 6 and t.shape[-2:] == (2, 2) and t.shape[1] > 1]
+    marked = [tensor for tensor in rotary if not any(hasattr(tensor, mark) for mark in private.STATIC_MARKS)]
+    for tensor in marked:
+        # Not by `mark_static`, which PyTorch 2.15 takes for a part of the trace when called at its beginning.
+        vars(tensor).update(zip(private.STATIC_MARKS, ({2, 3}, True), strict=True))
     try:
         yield
     finally:
@@ -124,15 +118,22 @@ def in_usual_layout(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.
     Images are channels_last while that mode is on. The first block of a video model gets its tokens as a transposed view of a
     convolution's output. Dimensions of size 1 (a batch of one) may have strides of another layout than guards expect.
     """
-    args, copies = function_mode.to_channels_last(args)
-    copies += [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
-    by_id = {id(tensor): copy for tensor, copy in copies}
-    return tuple(_with_usual_strides(by_id.get(id(a), a)) for a in args), copies
+    copies = {id(a): (a, copy) for a in args if (copy := _in_saving_layout(a)) is not a}
+    usual = tuple(_with_usual_strides(copies[id(a)][1] if id(a) in copies else a) for a in args)
+    return usual, [(tensor, copy) for tensor, copy in copies.values() if not _is_expanded(tensor)]
 
 
-def is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
-    return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
+def _in_saving_layout(value: Any) -> Any:
+    """A contiguous copy of `[batch, tokens, channels]` that is a dense view of `[batch, channels, tokens]`, an image in
+    channels_last while that mode is on; other values as they are."""
+    if isinstance(value, torch.Tensor) and value.dim() == 3:
+        return value.contiguous() if value.transpose(1, 2).is_contiguous() else value
+    return function_mode.in_channels_last(value)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that the tensor cannot be written to."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _with_usual_strides(value: Any) -> Any:

@@ -185,7 +185,7 @@ class BlockGroup:
             self._note_found((shapes, self.code.patches), call, compiles)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
-        return function_mode.result_channels_last(result)
+        return function_mode.in_channels_last(result)
 
     def _check_patches(self, patches: list[str]) -> None:
         """With `fullgraph` a patched call fails, other calls do not."""

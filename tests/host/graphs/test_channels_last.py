@@ -139,15 +139,15 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 
 def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
     """SD 1.5's transformers take images where they are compiled whole: none is turned on its way to one, but the first."""
-    turned, given = engine("channels_last.function_mode").to_channels_last, []
+    turned, given = engine("compile.group").in_usual_layout, []
     monkeypatch.setattr(engine("blocks.convolutions"), "parts_of", lambda _block: [])
 
     def watched(args):
         found = turned(args)
-        given.append(len(found[1]))
+        given.append(sum(image.dim() == 4 for image, _copy in found[1]))
         return found
 
-    monkeypatch.setattr(engine("channels_last.function_mode"), "to_channels_last", watched)
+    monkeypatch.setattr(engine("compile.group"), "in_usual_layout", watched)
     both(zoo.SETUPS["sd15"])
     assert len(given) > 8 and sum(given) <= 2, given
 
@@ -254,10 +254,10 @@ def test_arguments_by_name(engine, reference):
 
 def test_a_block_that_works_in_place_does_so_on_the_callers_image(engine, reference):
     x = torch.randn(1, 8, 4, 4)
-    mode = engine("channels_last.function_mode")
-    assert mode.to_channels_last((x, 3)) == ((x, 3), [])
-    with mode.ChannelsLast():
-        (turned, number), copies = mode.to_channels_last((x, 3))
+    in_usual_layout = engine("compile.call_shapes").in_usual_layout
+    assert in_usual_layout((x, 3)) == ((x, 3), [])
+    with engine("channels_last.function_mode").ChannelsLast():
+        (turned, number), copies = in_usual_layout((x, 3))
     turned.zero_()
     for image, copy in copies:
         image.copy_(copy)
