@@ -158,7 +158,7 @@ def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) 
     outcome.graphs_again = graphs() - outcome.graphs - outcome.graphs_after
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
-    outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
+    outcome.recompiles = sorted({(guard.partition(": ")[2] or guard)[:160] for guard in stats.recompiles})
     groups = engine("compile.registry").code_of(network).groups_of(chosen)
     outcome.eager = {group.class_name: group.failure.reason for group in groups if group.failure}
     outcome.inline = {group.class_name: group.code.why_inline for group in groups if group.code.why_inline}

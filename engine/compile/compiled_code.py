@@ -318,7 +318,7 @@ class BlockCode:
         """Run new shapes eager from now on."""
         if not self.limit_reached:
             self.limit_reached = True
-            guard = self.stats.recompiles[-1].guard if self.stats.recompiles else ""
+            guard = self.stats.recompiles[-1] if self.stats.recompiles else ""
             changed = guard.partition(": ")[2] or "unknown"
             logger.warning(
                 "%s: compiled %d times, the limit; what changed last: %s. New shapes run uncompiled; set cache_limit higher "

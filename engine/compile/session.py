@@ -24,22 +24,19 @@ from ..transformer_options.outside import HOLDER
 from .call_shapes import static_heads
 
 
-@dataclass(frozen=True)
-class Recompile:
-    """A recompilation of a block of class `block`; `guard` is the first guard that failed, as PyTorch words it."""
-
-    block: str
-    guard: str
-
-
 @dataclass
 class CompileStats:
-    """What compiling has cost so far; `from_disk` counts the graphs whose code was kept."""
+    """What compiling has cost so far.
+
+    Args:
+        recompiles: for each recompilation the first guard that failed, as PyTorch words it.
+        from_disk: how many graphs' code was kept.
+    """
 
     graphs: int = 0
     graph_breaks: int = 0
     seconds: float = 0.0
-    recompiles: list[Recompile] = field(default_factory=list)
+    recompiles: list[str] = field(default_factory=list)
     breaks: Counter[str] = field(default_factory=Counter)
     from_disk: int = 0
 
@@ -253,7 +250,7 @@ class CompileSession:
         breaks = private.counters["graph_break"] - self._breaks
         before = set(map(id, self._metrics))
         metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
-        recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
+        recompiles = [m.recompile_reason for m in metrics if m.recompile_reason]
         return CompileStats(self.graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
 
 

@@ -71,25 +71,20 @@ class Watch:
         self.outside_warmup = [(other, sentence) for other, sentence in self.outside_warmup if other != info]
         self._add(info, settings)
 
-    def notice(
-        self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str, waits: bool = False
-    ) -> tuple[str, str | None] | None:
-        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled.
-
-        Args:
-            waits: the user has chosen to wait for the first run.
-        """
-        calls, size = self.compiled_for.get(settings), None
-        self._add(info, settings)
+    def notice(self, info: CallInfo, added: CompileStats, settings: CompileSettings) -> tuple[str, str | None] | None:
+        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled."""
+        key, size = settings.settings_key(), None
+        calls = self.compiled_for.get(key)
+        self._add(info, key)
         if not added.graphs:
             return None
         if calls:
             nearest = min(calls, key=lambda call: sum(a != b for a, b in zip(astuple(call), astuple(info), strict=True)))
-            guard = added.recompiles[-1].guard if added.recompiles else ""
-            why, size = cause(nearest, info, dynamic, settings in self.warmed, guard)
+            guard = added.recompiles[-1] if added.recompiles else ""
+            why, size = cause(nearest, info, settings.dynamic, key in self.warmed, guard)
         else:
             why = say("firstRun") if len(self.compiled_for) == 1 else say("firstSettings")
-            if not waits:
+            if not settings.waits:
                 why = say("cure", why, say("addWarmup"))
         sentence = say("waited", f"{added.seconds:.1f}", why)
         self.outside_warmup = [*self.outside_warmup, (info, sentence)][-NOTICES_KEPT:]
@@ -138,13 +133,12 @@ def report_compilation(
     Args:
         node: id of the node that compiles the model.
     """
+    watch, key = watch_of(model), settings.settings_key()
     if is_warming():
-        watch_of(model).note_warming(info, settings.settings_key())
-        return
-    notice = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic, settings.waits)
-    if notice is not None:
+        watch.note_warming(info, key)
+    elif (notice := watch.notice(info, added, settings)) is not None:
         logger.warning("%s: %s", name, notice[0])
-        if settings.waits and settings.settings_key() not in watch_of(model).warmed:
+        if settings.waits and key not in watch.warmed:
             return  # the user has asked for this wait
         for listener in listeners:
             listener(name, *notice, node)

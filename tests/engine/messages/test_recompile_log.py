@@ -65,5 +65,7 @@ def test_guards_are_told_only_as_details(caused, warmed):
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_first_run_names_the_warmup_but_where_waiting_was_chosen(engine, waits):
     log, stats = engine("messages.recompile_log"), engine("compile.session").CompileStats(graphs=2, seconds=3.0)
-    sentence, _size = log.Watch().notice(log.CallInfo(64, 64), stats, (), "auto", waits)
+    when = "before first image" if waits else "in background"
+    settings = engine("settings").CompileSettings(compile_when=when)
+    sentence, _size = log.Watch().notice(log.CallInfo(64, 64), stats, settings)
     assert sentence == f"Waited 3.0 s for compiling: the first run{'' if waits else f'. {NODE}.'}"

@@ -76,7 +76,7 @@ def test_a_unet_gives_the_same(name, engine, reference, both):
     assert 0 < reference.with_silu <= reference.norms
     assert relative_error(result, expected) < 5e-5  # sums in another order: 1.02e-5 was seen
     assert not any("layout" in note for note in engine("host.model.attach").notes_about(compiled))
-    guards = [r.guard for group in code.groups.values() for r in group.stats.recompiles]
+    guards = [guard for group in code.groups.values() for guard in group.stats.recompiles]
     assert not any("stride" in guard for guard in guards), guards
 
 
