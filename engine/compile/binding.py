@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,16 @@ class _Search:
         self.run = code_of(model).runs
         code_of(model).not_looked_at.pop(type(model).__name__, None)  # left by a search that failed
 
-    def renew(self, model: nn.Module) -> None:
+    def plan_now(self, model: nn.Module) -> BlockPlan:
         """Once a run: search again if the model's modules have changed, as another node's modules may have hidden blocks."""
-        self.run = code_of(model).runs
-        if not self.modules.are(model.modules()):
-            search = _Search(model)
-            self.modules = search.modules
-            if _covered(model, search.plan) > _covered(model, self.plan):
-                self.plan = search.plan
+        if self.run != code_of(model).runs:
+            self.run = code_of(model).runs
+            if not self.modules.are(model.modules()):
+                search = _Search(model)
+                self.modules = search.modules
+                if _covered(model, search.plan) > _covered(model, self.plan):
+                    self.plan = search.plan
+        return self.plan
 
 
 _searches = PerModel(_Search)
@@ -50,14 +52,7 @@ _searches = PerModel(_Search)
 
 def plan_for(model: nn.Module) -> BlockPlan:
     """All blocks of a model; none while the search fails, because of another node's patches for example."""
-
-    def search() -> BlockPlan:
-        search = _searches(model)
-        if search.run != code_of(model).runs:
-            search.renew(model)
-        return search.plan
-
-    return code_of(model).look(model, search, BlockPlan((), 0))
+    return code_of(model).look(model, lambda: _searches(model).plan_now(model), BlockPlan((), 0))
 
 
 def _covered(model: nn.Module, plan: BlockPlan) -> int:
@@ -192,10 +187,16 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     run.call.poll()
     # Look at the block only now that it is called: wrappers around the model, or code between its blocks, may have changed it.
     group, state = (None, None) if run.code is None else run.code.group_of(block, run.settings)
-    with nullcontext() if run.weights is None else _placed(run.weights):
+    try:
+        if run.weights is not None:
+            with function_mode.paused():
+                run.weights.place()
         if group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
         return group(block, state, run.call, args, kwargs, run.effort, functools.partial(_may_begin, run, group, block))
+    finally:
+        if run.weights is not None:
+            run.weights.release()
 
 
 def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
@@ -203,16 +204,6 @@ def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
     if run.code is None or run.traced is None or run.traced is block:
         return True
     return run.code.group_of(run.traced, run.settings)[0] is not group
-
-
-@contextmanager
-def _placed(weights: Any) -> Iterator[None]:
-    try:
-        with function_mode.paused():
-            weights.place()
-        yield
-    finally:
-        weights.release()
 
 
 def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:

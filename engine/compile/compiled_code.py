@@ -112,10 +112,6 @@ class BlockCode:
     _compiled: Callable | None = None
 
     @property
-    def is_patched(self) -> bool:
-        return bool(self.patches)
-
-    @property
     def is_being_lowered(self) -> bool:
         for job in list(self.jobs):
             if job.over:
@@ -158,7 +154,7 @@ class BlockCode:
             compiled = private.run(function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
-        if self.writes_in_place and (self.breaks_alone or (self.is_patched and self.stats.graph_breaks)):
+        if self.writes_in_place and (self.breaks_alone or (self.patches and self.stats.graph_breaks)):
             changed.keep()  # the first graph may have run and written to arguments before a later one fails
         traces_for: set[tuple] = set()
         session = CompileSession(
@@ -211,7 +207,7 @@ class BlockCode:
                 call.traced += session.seconds
                 added = session.stats()
                 self.stats.add(added)
-                self.breaks_alone += 0 if self.is_patched else added.graph_breaks
+                self.breaks_alone += 0 if self.patches else added.graph_breaks
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()

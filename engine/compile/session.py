@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,7 @@ LOCK_SECONDS = 0.5
 _is_long_held = False
 
 
+@dataclass(eq=False)
 class CompileSession:
     """The traces inside one call of a block.
 
@@ -176,26 +177,19 @@ class CompileSession:
         on_first: called before the first trace; must not raise.
         switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         arguments: positional and keyword arguments of the call.
+        is_held: the lock of `hold`.
     """
 
-    __slots__ = (
-        "_began", "_breaks", "_locked", "_metrics", "_scopes", "arguments", "block", "graphs", "on_first", "seconds",
-        "started", "switches",
-    )  # fmt: skip
-
-    def __init__(
-        self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]], arguments: tuple[tuple, dict]
-    ):
-        self.block = block
-        self.arguments = arguments
-        self.on_first = on_first
-        self.switches = switches
-        self._scopes = ExitStack()
-        self._locked: Any = None
-        self._began = 0.0
-        self.started = False
-        self.graphs = 0
-        self.seconds = 0.0
+    block: str
+    on_first: Callable[[], None]
+    switches: Callable[[], dict[str, object]]
+    arguments: tuple[tuple, dict]
+    started: bool = False
+    graphs: int = 0
+    seconds: float = 0.0
+    is_held: bool = False
+    _began: float = 0.0
+    _scopes: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_patched(self) -> bool:
@@ -230,20 +224,13 @@ class CompileSession:
         global _is_long_held
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        lock = private.compile_lock
-        if lock.acquire(timeout=0.0 if _is_long_held else LOCK_SECONDS):
-            self._locked, _is_long_held = lock, False
-        else:
-            _is_long_held = True
-
-    @property
-    def is_held(self) -> bool:
-        return self._locked is not None
+        self.is_held = private.compile_lock.acquire(timeout=0.0 if _is_long_held else LOCK_SECONDS)
+        _is_long_held = not self.is_held
 
     def release(self) -> None:
-        if self._locked is not None:
-            self._locked.release()
-            self._locked = None
+        if self.is_held:
+            self.is_held = False
+            private.compile_lock.release()
 
     def stats(self) -> CompileStats:
         """What this call traced; PyTorch's counter of graphs also counts those of other threads, such as the warm-up's."""
@@ -265,6 +252,10 @@ class _Monitor(threading.local):
         self.compilations = 0
         self.listener: Callable[[str | None], None] | None = None
 
+    def tell(self, block: str | None) -> None:
+        if self.listener is not None:
+            self.listener(block)
+
 
 monitor = _Monitor()
 
@@ -281,8 +272,7 @@ def _on_compile_start(args: object = None) -> None:
         with _errors_logged("a compilation is not counted"):
             monitor.calls[-1].start()
         with _errors_logged("the start of a compilation was not announced"):
-            if monitor.listener is not None:
-                monitor.listener(monitor.calls[-1].block)
+            monitor.tell(monitor.calls[-1].block)
 
 
 def _on_compile_end(args: object = None) -> None:
@@ -290,8 +280,7 @@ def _on_compile_end(args: object = None) -> None:
         with _errors_logged("a compilation was not counted"):
             monitor.calls[-1].end()
         with _errors_logged("the end of a compilation was not announced"):
-            if monitor.listener is not None:
-                monitor.listener(None)
+            monitor.tell(None)
 
 
 @contextmanager
@@ -326,12 +315,9 @@ class _Watching:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for registered, callback in (
-                    (private.callback_handler.start_callbacks, _on_compile_start),
-                    (private.callback_handler.end_callbacks, _on_compile_end),
-                ):
-                    if callback in registered:  # a reset has forgotten them
-                        registered.remove(callback)
+                with suppress(ValueError):  # a reset has forgotten them
+                    private.callback_handler.remove_start_callback(_on_compile_start)
+                    private.callback_handler.remove_end_callback(_on_compile_end)
 
 
 watching = _Watching()

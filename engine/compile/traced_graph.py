@@ -59,11 +59,6 @@ from .session import monitor, tracing_scope
 _inline_lock = threading.Lock()
 
 
-# By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
-# backends are lowered in the call.
-LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
-
-
 class _Current(threading.local):
     """The model's call in progress on this thread."""
 
@@ -83,17 +78,16 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         prepare(graph, example_inputs)
         if monitor.calls:
             monitor.calls[-1].graphs += 1
-        live_owner = reference()
-        if live_owner is not None and any(map(written_by, graph.graph.nodes)):
-            live_owner.writes_in_place = True
+        owner: Any = reference()  # alive: a call of it traces the graph
+        owner.writes_in_place |= any(map(written_by, graph.graph.nodes))
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         try:
-            request = _request_for(name, live_owner, graph, example_inputs, options)
+            request = _request_for(name, owner, graph, example_inputs, options)
         except (LowerInline, private.MissingName) as error:
-            if name in LOWERERS and live_owner is not None:
-                live_owner.lowered_in_call(str(error))
-            return lowered_inline(reference, graph, example_inputs, lower)
-        return TracedGraph(reference, graph, example_inputs, request, LOWERERS[name], backend)
+            if name in LOWERERS:
+                owner.lowered_in_call(str(error))
+            return lowered_inline(owner, graph, example_inputs, lower)
+        return TracedGraph(owner, graph, example_inputs, request, LOWERERS[name], backend)
 
     backend.__name__ = name
     return backend
@@ -119,7 +113,7 @@ def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
 def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, options: dict) -> Request:
     if name not in LOWERERS:
         raise LowerInline("only graphs for inductor go to the compile process")
-    if owner is not None and owner.must_be_inline is not None:
+    if owner.must_be_inline is not None:
         raise LowerInline(owner.must_be_inline)
     compile_process.check()
     if _has_varying_numbers(graph, inputs):
@@ -141,18 +135,15 @@ def device_of(fakes: list) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
+def lowered_inline(owner: Any, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
-    live_owner = owner()
-    if live_owner is None:
-        return graph.forward
     call, began = current.call or ModelCall(), time.perf_counter()
     try:
         with call.holding(_inline_lock), tracing_scope.applied(gc=True), lowering_settings.scope():
             code = lower(graph, inputs)
     finally:
         call.lowered += time.perf_counter() - began
-    live_owner.count_lowered(0.0, 0)  # in reports these seconds are part of the trace's
+    owner.count_lowered(0.0, 0)  # in reports these seconds are part of the trace's
 
     def run(*args: Any) -> Any:
         if monitor.calls:
@@ -196,7 +187,9 @@ def _is_of_entry(error: Exception) -> bool:
     return not any(isinstance(e, OSError) and e.errno not in (None, errno.ENOENT) for e in chain(error))
 
 
-LOWERERS["inductor"] = _lower_with_inductor
+# By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
+# backends are lowered in the call.
+LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {"inductor": _lower_with_inductor}
 
 
 class TracedGraph:
@@ -210,17 +203,16 @@ class TracedGraph:
 
     def __init__(
         self,
-        owner: weakref.ref,
+        owner: Any,
         graph: fx.GraphModule,
         example_inputs: list,
         request: Request,
         lower: Callable,
         backend: Callable,
     ):
-        self._owner = owner
+        self._owner = weakref.ref(owner)  # alive while the graph is called
+        self._version = owner.version
         self._request, self._lower, self._backend = request, lower, backend
-        live_owner = owner()
-        self.version = live_owner.version if live_owner is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fakes = fakes_of(graph, example_inputs)
         self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
@@ -231,7 +223,6 @@ class TracedGraph:
         for node in self._traced.graph.nodes:
             node.meta = {}
         self._run_traced = self._traced.forward
-        self._is_refused = False  # it could not be lowered, for good
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
         self._other_sizes: Callable | None = None
@@ -250,8 +241,9 @@ class TracedGraph:
         return self._code(*args)
 
     def _run_unlowered(self, args: tuple) -> Any:
-        owner, call, job = self._owner(), current.call, self._job
-        if owner is None or call is None or self._is_refused or owner.failure is not None:
+        owner: Any = self._owner()
+        call, job = current.call, self._job
+        if call is None or owner.failure is not None:
             return self._run_traced(*args)
         is_free = job is None and not is_capturing(self._device)
         if is_free and (ready := ready_for(self._request)) is not None:
@@ -261,13 +253,11 @@ class TracedGraph:
             job = self._job = self._make_job(owner, is_first=job is None)
             call.when_over.append(functools.partial(compiler.submit, job))
         if call.synchronous and not is_capturing(self._device):
-            if monitor.listener is not None:
-                monitor.listener(owner.name)
+            monitor.tell(owner.name)
             try:
                 compiler.finish(job, call.poll)
             finally:
-                if monitor.listener is not None:
-                    monitor.listener(None)
+                monitor.tell(None)
         if self._code is not None:
             return self(*args)
         if job.over and call.synchronous and job.error is not None:
@@ -286,7 +276,7 @@ class TracedGraph:
             # Not on the worker: a call of PyTorch's allocator waits for its lock with the GIL held, and comfy-aimdo, which
             # works inside the allocator, needs the GIL for its log.
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        graph, owned_by = weakref.ref(self), self._owner  # a job keeps neither alive
+        graph, owned_by, version = weakref.ref(self), self._owner, self._version  # a job keeps neither alive
 
         def action() -> None:
             traced, live_owner = graph(), owned_by()
@@ -294,10 +284,8 @@ class TracedGraph:
                 traced.lower(live_owner, cached)
 
         def on_error(error: Exception) -> None:
-            traced, live_owner = graph(), owned_by()
-            if traced is not None and live_owner is not None:
-                live_owner.lowering_failed(error, traced.version)
-                traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
+            if (live_owner := owned_by()) is not None:
+                live_owner.lowering_failed(error, version)
 
         job = Job(owned_by, action, self._device, on_error, is_kept=is_first and is_on_disk(self._request))
         owner.jobs.add(job)
@@ -305,8 +293,6 @@ class TracedGraph:
 
     def lower(self, owner: Any, cached: int) -> None:
         """Get, load and publish the code, on the worker. `cached`: bytes that PyTorch held unused when the job was made."""
-        if self._code is not None:
-            return
         job = self._job
         assert job is not None
         began = time.perf_counter()
@@ -314,7 +300,7 @@ class TracedGraph:
             run, code = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
         except (LowerInline, private.MissingName) as error:
             for_good = None if isinstance(error, Unavailable) else str(error)  # the next `_request_for` checks that again
-            owner.lower_in_call(self.version, for_good)
+            owner.lower_in_call(self._version, for_good)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:
@@ -341,14 +327,13 @@ class TracedGraph:
         try:
             result = code(*args)
         except Exception as error:
-            owner = self._owner()
             lacks_memory = is_out_of_memory(error) and changed.has_copies
             if not lacks_memory:
-                if never_swallowed(error) or owner is None or not changed.put_back():
+                if never_swallowed(error) or not changed.put_back():
                     raise
                 self._code = None
-                owner.lowering_failed(error, self.version)
-                self._is_refused = True
+                owner: Any = self._owner()
+                owner.lowering_failed(error, self._version)
                 owner.raise_if_stopped()
                 return self._run_traced(*args)
         if lacks_memory:  # the copies may have filled it; here the error is gone, which held what the code had allocated
@@ -359,13 +344,13 @@ class TracedGraph:
         return result
 
     def _run_other_sizes(self, args: tuple) -> Any:
+        owner: Any = self._owner()
         if self._other_sizes is None:
             if is_capturing(self._device):
                 return self._run_traced(*args)
             if current.call is not None and not current.call.may_trace:
                 current.call.put_off_trace()
-                if (owner := self._owner()) is not None:
-                    owner.ran_uncompiled = True
+                owner.ran_uncompiled = True
                 return self._run_traced(*args)
             traced = self._traced
             function = with_own_code(lambda *args: traced(*args))
