@@ -175,7 +175,7 @@ class KeptCode:
 
     @staticmethod
     def _state(kept):
-        return [(id(group), group.stats.graphs, group.failure, group.limit_reached) for group in kept.groups]
+        return [(id(group), group.stats.graphs, group.failure, group.code.limit_reached) for group in kept.groups]
 
 
 kept_code = KeptCode()

@@ -66,16 +66,15 @@ class BlockCode:
         jobs: one for each graph of it that waits for the worker or is being lowered.
         version: goes up when what was compiled is discarded.
         writes_in_place: some graph of it writes into a tensor, which may be an input.
-        failure: why all calls run eager.
+        failures: by names of patches, why calls with them run eager; for no patches, why all calls do.
         limit_reached: calls with new shapes run eager.
         patches: names of the patches inside the block in the current call.
-        failed_with: by names of patches, why calls with them run eager; other calls may be compiled.
         breaks_alone: graph breaks of calls without patches.
         ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: why all its graphs must be lowered in the call that traces them.
-        _retries: by patches, how often their failure was reset; for no patches, how often `failure` was since a lowering.
+        _retries: by patches, how often their failure was reset; for no patches, since a lowering.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: start (`ModelCall.began`) of the last call of the model that traced it.
@@ -94,12 +93,11 @@ class BlockCode:
     is_tracing: bool = False
     version: int = 0
     writes_in_place: bool = False
-    failure: Failure | None = None
+    failures: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     limit_reached: bool = False
     why_inline: str | None = None
     must_be_inline: str | None = None
     patches: tuple[str, ...] = ()
-    failed_with: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     breaks_alone: int = 0
     ran_uncompiled: bool = False
     entries: set[str] = field(default_factory=set)
@@ -132,6 +130,11 @@ class BlockCode:
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
         self._retries.pop((), None)
         self.compiles += 1
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why all calls run eager."""
+        return self.failures.get(())
 
     @property
     def has_code(self) -> bool:
@@ -279,36 +282,25 @@ class BlockCode:
         """Run the call in which compiling has failed with `error`, and give up."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
-            self._remember(failure)
+            self.failures[self.patches] = failure
             raise BlockCompileError(failure.message()) from error
         # If the error is the model's own, this raises it again, and the user sees it as without this pack.
         result = self.forward(block, *args, **kwargs)
-        self._remember(failure)
+        self.failures[self.patches] = failure
         logger.warning("%s", failure.message())
         return result
 
-    def _remember(self, failure: Failure) -> None:
-        if self.patches:
-            self.failed_with[self.patches] = failure
-        else:
-            self.failure = failure
-
     def give_up(self, failure: Failure) -> None:
-        self.failure = failure
+        self.failures[()] = failure
         logger.warning("%s", failure.message())
 
     def reset_failure(self) -> None:
         """At the start of a run: compile again after a failure that may have passed (a full disk), up to RETRIES times."""
         self._traces_in_run.clear()
-        if self.failure is not None and self._may_retry((), self.failure):
-            self.failure = None
-        self.failed_with = {p: failure for p, failure in self.failed_with.items() if not self._may_retry(p, failure)}
-
-    def _may_retry(self, patches: tuple[str, ...], failure: Failure) -> bool:
-        if not failure.may_pass or self._retries[patches] >= RETRIES:
-            return False
-        self._retries[patches] += 1
-        return True
+        for patches, failure in list(self.failures.items()):
+            if failure.may_pass and self._retries[patches] < RETRIES:
+                self._retries[patches] += 1
+                del self.failures[patches]
 
     def _reach_limit(self) -> None:
         """Run new shapes eager from now on."""

@@ -83,7 +83,7 @@ def why_eager(
         return Eager.FAILED
     if group.has_run(shapes):
         return None
-    if group.limit_reached and group.settings.dynamic == "false":
+    if group.code.limit_reached and group.settings.dynamic == "false":
         return Eager.LIMIT
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):

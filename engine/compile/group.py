@@ -76,20 +76,12 @@ class BlockGroup:
     @property
     def failure(self) -> Failure | None:
         """Why all calls, or those with some patches, run eager."""
-        return self.code.failure or self.patched or self.bypassed or next(iter(self.code.failed_with.values()), None)
+        return self.code.failure or self.patched or self.bypassed or next(iter([*self.code.failures.values()]), None)
 
     @property
     def failure_now(self) -> Failure | None:
         """Why the current call runs eager."""
-        return self.code.failure or self.patched or self.code.failed_with.get(self.code.patches)
-
-    @property
-    def limit_reached(self) -> bool:
-        return self.code.limit_reached
-
-    @property
-    def is_being_compiled(self) -> bool:
-        return self.code.is_being_lowered
+        return self.code.failure or self.patched or self.code.failures.get(self.code.patches)
 
     def __call__(
         self,
@@ -165,7 +157,7 @@ class BlockGroup:
                 return uncompiled(*args, **kwargs)
         if self._is_in_vain(call, shapes):
             call.uncompiled = True
-            call.put_off |= not (call.may_trace or self.code.is_being_lowered or self.limit_reached)
+            call.put_off |= not (call.may_trace or self.code.is_being_lowered or self.code.limit_reached)
             return uncompiled(*args, **kwargs)
         with_options, traces, compiles = inputs, self.code.traces, self.code.compiles
         if at is not None:

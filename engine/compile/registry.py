@@ -219,7 +219,7 @@ class ModelCode:
         group = self._groups.get(key)
         # The forward of a class that is made for each model may name its class (`super()`).
         other = _groups.get(key) if not is_made_anew(type(block)) else None
-        if group is None and other is not None and other.code.failure is None and not other.limit_reached:
+        if group is None and other is not None and other.code.failure is None and not other.code.limit_reached:
             group = other  # of another model, which may be gone
         if group is None:
             name = type(block).__name__
@@ -227,7 +227,7 @@ class ModelCode:
             kind = name, structure, settings.settings_key()
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."
-                group.code.failure = Failure(group.class_name, reason, "Remove the hook.")
+                group.code.failures[()] = Failure(group.class_name, reason, "Remove the hook.")
             elif self._new_groups[kind] >= MOST_NEW:
                 return self._given_up(group, state, kind)
             self._new_groups[kind] += not state.hooked
@@ -249,7 +249,7 @@ class ModelCode:
         failure = Failure(name, reason, "A node does so in each step; runs without that node stay compiled.")
         if self._groups.pop(key, None) is None:
             logger.warning("%s", failure.message())
-        group.code.failure, self._groups[key] = failure, group
+        group.code.failures[()], self._groups[key] = failure, group
         self._over_limit.append((state, key))
         return group
 

@@ -77,7 +77,7 @@ class CompileReport:
 
     def _to_do(self) -> list[str]:
         lines = [say("inEnglish", group.failure.message()) for group in self.groups if group.failure]
-        lines += [say("limitReached", group.class_name) for group in self.groups if group.limit_reached]
+        lines += [say("limitReached", group.class_name) for group in self.groups if group.code.limit_reached]
         return list(dict.fromkeys([*given_in_words(self.taken), *lines]))
 
     def _block_lines(self) -> list[str]:
@@ -130,8 +130,8 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     failures = [*(group.failure for group in groups if group.failure), *code.failures]
     return {
         "name": code.title or type(model).__name__,
-        "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
-        "is_only_read": all(group.code.is_only_read for group in groups if group.is_being_compiled),
+        "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.code.is_being_lowered)),
+        "is_only_read": all(group.code.is_only_read for group in groups if group.code.is_being_lowered),
         "sizes": sizes_of(model),
         "runs": code.runs,
         "seconds_gained": None if watch.gained is None else round(watch.gained, 3),

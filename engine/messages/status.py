@@ -224,7 +224,7 @@ class Status(Line):
             return News() if self._was_compiling() else self._told
         code = code_of(network)
         groups = code.groups_of(self._settings)
-        pending = [group for group in groups if group.is_being_compiled]
+        pending = [group for group in groups if group.code.is_being_lowered]
         kinds = len({group.class_name for group in pending})
         is_tracing = any(group.code.is_tracing for group in groups)
         if kinds or is_tracing:

@@ -186,7 +186,7 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
             expected = net(x)
             assert torch.equal(run(net, x, backend="eager", dynamic="false", cache_limit=3), expected)
     (group,) = engine("compile.registry").code_of(net).groups.values()
-    assert group.stats.graphs == 3 and group.limit_reached and [reason.name for reason in group.eager] == ["LIMIT"]
+    assert group.stats.graphs == 3 and group.code.limit_reached and [reason.name for reason in group.eager] == ["LIMIT"]
     (message,) = (r.getMessage() for r in caplog.records if "cache_limit" in r.getMessage())
     assert "Block: compiled 3 times" in message and "size mismatch at index 1" in message
 

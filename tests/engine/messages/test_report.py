@@ -12,7 +12,8 @@ def report(engine):
     found = engine("messages.report")
     plan = types.SimpleNamespace(whole_model=True, covered_share=1.0, blocks=[])
     stats = engine("compile.session").CompileStats
-    usual = {"failure": None, "limit_reached": False, "class_name": "Block", "stats": stats()}
+    code = types.SimpleNamespace(limit_reached=False)
+    usual = {"failure": None, "code": code, "class_name": "Block", "stats": stats()}
 
     def make(sizes, *groups):
         warmed = [
@@ -48,7 +49,7 @@ def test_the_first_line_says_what_one_can_do(sizes, named, done, report):
 
 def test_what_should_be_done_stands_above_the_details_once(report):
     failure = types.SimpleNamespace(message=lambda: "Block could not be compiled. Install g++.")
-    groups = {"failure": failure}, {"failure": failure}, {"limit_reached": True}
+    groups = {"failure": failure}, {"failure": failure}, {"code": types.SimpleNamespace(limit_reached=True)}
     (first, *to_do), text = report([("64x64 batch 1", 1, 1, 0)], *groups)
     assert first.startswith("Ready for 64x64")
     assert to_do == [

@@ -28,10 +28,9 @@ def node(engine, clock, monkeypatch):
     found = engine("messages.status").Status("7", settings)
     found.group = types.SimpleNamespace(
         class_name="Block",
-        is_being_compiled=False,
         failure=None,
         stats=types.SimpleNamespace(graphs=0),
-        code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
+        code=types.SimpleNamespace(is_being_lowered=False, is_tracing=False, is_only_read=False),
     )
     code = types.SimpleNamespace(
         groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
@@ -77,19 +76,19 @@ def said(node):
 def test_what_a_call_waits_for_is_told(node, engine, is_tracing, is_only_read, waits, says):
     if waits:
         node._settings = engine("settings").CompileSettings(compile_when="before first image")
-    node.group.is_being_compiled, node.group.code.is_tracing, node.group.code.is_only_read = True, is_tracing, is_only_read
+    node.group.code.is_being_lowered, node.group.code.is_tracing, node.group.code.is_only_read = True, is_tracing, is_only_read
     node.begins(node.network, object(), SHAPE)
     node.tell()
     assert said(node) == ("compiling", ["forSeconds", [says]]) and node.told[-1][2].seconds == 0
 
 
 def test_from_compiling_to_ready(node, clock):
-    node.group.is_being_compiled = True
+    node.group.code.is_being_lowered = True
     run(node, clock, [0.2] * 6, eager=True)
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
     assert len(node.told) == 1, "the page counts the seconds"
     assert node.now().seconds == 1, "from these, where it is opened later"
-    node.group.is_being_compiled, node.group.stats.graphs = False, 1
+    node.group.code.is_being_lowered, node.group.stats.graphs = False, 1
     node.tell()
     assert said(node) == ("ready", ["ready"])
     run(node, clock, [0.15] * 6)
@@ -102,7 +101,7 @@ def test_from_compiling_to_ready(node, clock):
 
 def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeypatch):
     """Before this a call of the model could end with a TypeError, and the image with it."""
-    node.group.is_being_compiled = True
+    node.group.code.is_being_lowered = True
     node.begins(node.network, object(), SHAPE)
 
     def another_thread_says_ready():
@@ -304,7 +303,7 @@ def test_lines_stay_when_comfyui_frees_their_nodes_output_the_newest_of_them(eng
 
 
 def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
-    node.group.is_being_compiled = True
+    node.group.code.is_being_lowered = True
     run(node, clock, [])
     assert said(node)[0] == "compiling"
     node.network = None
@@ -314,7 +313,7 @@ def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
 
 
 def test_a_node_that_runs_again_is_not_shown_as_compiling_what_it_has_replaced(node, clock, engine):
-    node.group.is_being_compiled = True
+    node.group.code.is_being_lowered = True
     run(node, clock, [])
     assert said(node)[0] == "compiling"
     again = engine("messages.status").Status("7", node._settings)

@@ -96,7 +96,7 @@ def test_two_nodes_side_by_side_keep_their_own(flux, tiny):
             same(flux.run(patcher), expected)
     assert graphs_by_settings(flux, dynamic="false", cache_limit=2) == 2
     assert graphs_by_settings(flux, dynamic="true") == 1
-    reached = [group.settings.dynamic for group in flux.groups if group.limit_reached]
+    reached = [group.settings.dynamic for group in flux.groups if group.code.limit_reached]
     assert reached == ["false"]
 
 
@@ -107,7 +107,7 @@ def test_the_limit_of_one_architecture_does_not_count_for_another(flux, tiny, en
         for size in (32, 64):
             model.latent = tiny.empty_latent(name, size, size)
             same(model.run(compiled), model.run(model.patcher))
-    assert flux.graphs == 2 and not any(group.limit_reached for group in flux.groups)
+    assert flux.graphs == 2 and not any(group.code.limit_reached for group in flux.groups)
 
 
 def test_a_clone_with_and_one_without(flux):

@@ -82,7 +82,7 @@ def test_a_limit_on_variants_says_nothing_against_the_layers(flux, engine):
     assert relative_error(flux.run(compiled), expected) < 1e-6
     untraceable = set(engine("host.weights.traceable_layers").untraceable)
     engine("host.weights.traceable_layers").untraceable.clear()
-    assert any(group.limit_reached for group in flux.groups) and not untraceable
+    assert any(group.code.limit_reached for group in flux.groups) and not untraceable
 
 
 def test_a_lora_that_such_a_tensor_carries(flux):
