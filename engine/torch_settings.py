@@ -139,8 +139,6 @@ class SharedScope:
 def _config_is_of_thread() -> bool:
     """Whether PyTorch keeps its settings for each thread: other threads do not see what one thread sets."""
     config, seen = private.dynamo_config, []
-    if not hasattr(config, "patch") or not hasattr(config, "recompile_limit"):
-        return False
     with config.patch(recompile_limit=config.recompile_limit + 1):
         asking = threading.Thread(target=lambda: seen.append(config.recompile_limit))
         asking.start()

@@ -221,8 +221,6 @@ def _unless_it_fails(measure: Callable[[], T], name: str) -> T | None:
     """Call `measure`; None if it fails: the rounds took long, and are reported without this measurement."""
     try:
         return measure()
-    except comfy.model_management.InterruptProcessingException:
-        raise
     except Exception as error:  # a VAE of another model, no memory, an output folder that cannot be written
         logger.warning("not measured: %s: %s: %s", name, type(error).__name__, error)
         return None

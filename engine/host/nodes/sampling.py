@@ -14,11 +14,10 @@ from comfy.patcher_extension import WrappersMP
 
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
-from .warmup_plan import Size
+from .warmup_plan import GIB, Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
 STEPS = 2
-GIB = 1024**3
 KEY = "torch-compile-kit.warmup"
 
 
@@ -46,7 +45,7 @@ def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:
             raise refusal(name, value, f"too small for this model; use at least {ratio} pixels.")
     shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
     if dimensions == 3:
-        shape.insert(2, (size.length - 1) // _frames_per_latent(latent_format) + 1)
+        shape.insert(2, (size.length - 1) // latent_format.temporal_downscale_ratio + 1)
     elif size.length > 1:
         cure = f"write {replace(size, length=1).entry()}" if is_extra else "set length to 1"
         raise refusal("length", size.length, f"this model makes images, not video; {cure}.")
@@ -57,11 +56,6 @@ def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:
             "size", size.label(), f"its latent alone takes {needed / GIB:,.0f} GiB; {device} has {total / GIB:,.0f} GiB."
         )
     return shape
-
-
-def _frames_per_latent(latent_format) -> int:
-    """Frames of a video for each frame of its latent after the first."""
-    return getattr(latent_format, "temporal_downscale_ratio", 1)
 
 
 def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
@@ -76,16 +70,13 @@ def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[st
     ratio = latent_format.spacial_downscale_ratio
     if latent is None:  # sizes are rounded down to a whole latent, as by the host's nodes
         shape = latent_shape(patcher, size)
-        length = (shape[2] - 1) * _frames_per_latent(latent_format) + 1 if len(shape) == 5 else 1
+        length = (shape[2] - 1) * latent_format.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
         sampled = Size(shape[-1] * ratio, shape[-2] * ratio, length, size.batch)
         label = sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
         samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
         return label, {"samples": samples, "noise_mask": None}
     ratios = latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-    try:
-        samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], *ratios)
-    except TypeError:  # hosts before 0.28
-        samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
+    samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], *ratios)
     sides = samples.shape[:-3:-1] if len(samples.shape) >= 4 else ()
     label = "x".join(str(side * ratio) for side in sides) or "latent_image"
     return f"{label} batch {samples.shape[0]} (latent_image)", {"samples": samples, "noise_mask": latent.get("noise_mask")}
