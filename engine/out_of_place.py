@@ -38,7 +38,8 @@ def out_of_place(graph: fx.Graph) -> bool:
             cast = graph.call_method("to", (new, _value(target).dtype))
         new.meta = cast.meta = {**node.meta, "example_value": _value(target).clone()}
         node.replace_all_uses_with(cast)
-        later = _nodes_behind(cast)
+        nodes = list(graph.nodes)
+        later = {*nodes[nodes.index(cast) + 1 :]}
         target.replace_all_uses_with(cast, delete_user_cb=lambda user, later=later: user in later)
         graph.erase_node(node)
         changed = True
@@ -95,11 +96,3 @@ def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
     root = value._base if value._is_view() else value
     others = (_value(node) for node in graph.nodes)
     return not any(isinstance(v, torch.Tensor) and v is not value and v._is_view() and v._base is root for v in others)
-
-
-def _nodes_behind(node: fx.Node) -> set[fx.Node]:
-    nodes = set()
-    while node.op != "root":
-        node = node.next
-        nodes.add(node)
-    return nodes

@@ -30,7 +30,7 @@ KINDS = {
     CONVOLUTIONS: re.compile(r"conv(?!ert)|fprop|winograd|implicit_gemm|nchwtonhwc|nhwctonchw"),
     PRODUCTS: re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|wgmma|matmul|triton_tem_|cijk_|::linear|mm$|_mm"),
 }
-UNCOMPILED = "uncompiled "  # before the name of blocks whose compiling has failed (compile/group.py, `run_eager`)
+UNCOMPILED = "uncompiled "  # before the name of blocks whose compiling has failed (compile/group.py, `_call`)
 _COMPILED = "Torch-Compiled Region"
 _TRANSFER = re.compile(r"htod|dtoh|hosttodevice|devicetohost|m2d|d2m", re.IGNORECASE)
 # If transfers take this share of a step, the step cannot get much shorter, whatever runs beside them.

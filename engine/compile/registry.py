@@ -238,7 +238,10 @@ class ModelCode:
         group.record_varying_ints(block)
         self._groups[key] = group
         self._forget_like(key)
-        _outlive_models(key, group)
+        _recent.pop(key, None)
+        _recent[key] = group  # newest last
+        for oldest in list(_recent)[:-MOST_RECENT]:
+            del _recent[oldest]
         return group
 
     def _given_up(self, group: BlockGroup, state: BlockState, kind: tuple) -> BlockGroup:
@@ -291,17 +294,9 @@ def _counted(classes: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
-def _outlive_models(key: tuple, group: BlockGroup) -> None:
-    """Keep a group beyond its model: ComfyUI frees models after each prompt under --cache-none and when RAM is short."""
-    _recent.pop(key, None)
-    _recent[key] = group
-    if len(_recent) > MOST_RECENT:
-        _recent.pop(next(iter(_recent)), None)
-
-
 # Two models of one architecture (Wan's high and low noise halves) use the same code; no weight is in it.
 _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
-# The groups used last, the newest at the end.
+# Groups are kept beyond their model: ComfyUI frees models after each prompt under --cache-none and when RAM is short.
 _recent: dict[tuple, BlockGroup] = {}
 MOST_RECENT = 24
 # The compiled code that belongs to a model (the module whose blocks are compiled).

@@ -50,7 +50,9 @@ class CompileReport:
         """What the user can run now and should do, and below a rule the details."""
         lines = [self._outcome(), *self._to_do(), RULE]
         lines += [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
-        lines += [*self.notes, *self._problem_lines()]
+        total = total_of(self.groups)
+        lines += [*self.notes, *([f"Graph breaks: {total.graph_breaks}"] if total.graph_breaks else [])]
+        lines += [f"  {count} x {str(reason).strip().partition(chr(10))[0]}" for reason, count in total.breaks.items()]
         return "\n".join(lines)
 
     def _outcome(self) -> str:
@@ -101,11 +103,6 @@ class CompileReport:
                 compiled += f" ({size.added.from_disk} read from the cache on disk)"
             lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
         return lines
-
-    def _problem_lines(self) -> list[str]:
-        total = total_of(self.groups)
-        lines = [f"Graph breaks: {total.graph_breaks}"] if total.graph_breaks else []
-        return lines + [f"  {count} x {str(reason).strip().partition(chr(10))[0]}" for reason, count in total.breaks.items()]
 
 
 def given_in_words(taken: Sequence[Taken]) -> list[str]:

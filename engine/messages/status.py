@@ -120,11 +120,6 @@ class Line:
             for owner in self._owners():
                 _send(owner, self.node, news)
 
-    def tell_begun(self, begins: str) -> None:
-        """Say that compiling begins next, after the user has started it; ComfyUI may have freed the model."""
-        if (told := self._told) is not None and told.begins == begins:
-            self.tell(BEGINS_NEXT)
-
     def _register(self) -> None:
         """Add the running prompt's owner as the last owner of this line, and drop the first owners beyond MOST_OWNERS."""
         if self.node is not None:
@@ -329,10 +324,14 @@ def tell_all() -> None:
 
 
 def tell_begun(begins: str) -> None:
-    """Update the lines, after the user has started compiling for the models whose lines have this `begins`."""
+    """Update the lines, after the user has started compiling for the models whose lines have this `begins`.
+
+    Lines that still have it are of models that ComfyUI has freed.
+    """
     tell_all()
     for line in list(lines.values()):
-        line.tell_begun(begins)
+        if (told := line._told) is not None and told.begins == begins:
+            line.tell(BEGINS_NEXT)
 
 
 on_trace.append(tell_all)

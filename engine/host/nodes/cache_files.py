@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from torch import nn
 
 from ...cache.archive import SUFFIX, CacheFileError, load_cache_file, write_cache_file
+from ...cache.code_store import CodeStore
 from ...cache.structure import name_of
 from ...compile.group import BlockGroup
 from ...compile.registry import code_of, live_models
@@ -111,9 +112,7 @@ def save_all(filename: str) -> str:
 
 def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
     """Write the code of groups of models, each with a title for the file's header."""
-    store = open_users_store()
-    if store is None:
-        raise CacheFileError("there is no cache folder that can be written; see the log.")
+    store = _users_store()
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
@@ -125,19 +124,22 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     return path, say("cacheSaved", path, count, f"{path.stat().st_size / 1024**2:.1f}", ", ".join([*titles, *sizes]))
 
 
+def _users_store() -> CodeStore:
+    if (store := open_users_store()) is None:
+        raise CacheFileError("there is no cache folder that can be written; see the log.")
+    return store
+
+
 def load_cache(filename: str) -> str:
     """Unpack a file of the user's folder into the cache; says what was loaded, or why blocks compile without it."""
     if filename == NO_FILE:
         return say("noFileChosen")
-    store = open_users_store()
     try:
         if filename not in cache_files():
             is_there = (kit_folder() / PurePath(filename).name).exists()
             why = f"is no cache file, whose name ends in {SUFFIX}" if is_there else f"is not in {kit_folder()}; put it there"
             raise CacheFileError(f"{shown(filename)} {why}, or choose another.")
-        if store is None:
-            raise CacheFileError("there is no cache folder that can be written; see the log.")
-        loaded = load_cache_file(kit_folder() / filename, store)
+        loaded = load_cache_file(kit_folder() / filename, _users_store())
     except CacheFileError as error:
         logger.warning("%s", say_in_english("cacheNotLoaded", error))
         return say("cacheNotLoaded", error)

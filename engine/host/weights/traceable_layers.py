@@ -14,6 +14,7 @@ Eager: the layers break the graph, the rest of the block is compiled, as musubi-
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from inspect import getattr_static
 from typing import Any
 
 import comfy.ops
@@ -46,12 +47,7 @@ def can_be_traced(module: nn.Module) -> bool:
     if type(module) in untraceable:
         return False
     classes = {type(p) for p in module._parameters.values() if p is not None and not is_known(p)}
-    return all(_function(cls, name) is _function(torch.Tensor, name) for cls in classes for name in _DISPATCH)
-
-
-def _function(cls: type, name: str) -> object:
-    method = getattr(cls, name)
-    return getattr(method, "__func__", method)
+    return all(getattr_static(cls, name) is getattr_static(torch.Tensor, name) for cls in classes for name in _DISPATCH)
 
 
 def _exclude_packed_layers(block: nn.Module) -> bool:
