@@ -27,6 +27,7 @@ import sys
 import sysconfig
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -271,13 +272,13 @@ class Survey:
         pack: what is foreign, or None.
         values: what code of the host depends on beside its arguments and weights: plain values that objects, classes and Python
             modules hold, and addresses of tensors, in an order that is the same each time.
-        tensors: attributes that hold tensors, or may get some: (the owner's attributes, name).
+        tensors: attributes that hold tensors, or may get some: (a function that returns the owner, name).
     """
 
     def __init__(self, roots: Iterable[object], inside: bool = True):
         self.pack: str | None = None
         self.values: list[Hashable] = []
-        self.tensors: list[tuple[dict, str]] = []
+        self.tensors: list[tuple[Callable[[], Any], str]] = []
         # A network has thousands of layers of few classes.
         self._inside, self._seen, self._file_of_module = inside, dict[int, int](), functools.cache(_file_of_module)
         # Values to look at, by how many names in code led to them. The fewest first, as those values are followed furthest.
@@ -352,7 +353,7 @@ class Survey:
             if isinstance(value, _MAY_HOLD_TENSORS):
                 is_cache = isinstance(value, dict) and not value
                 if is_cache or any(addresses_in(value)):
-                    self.tensors.append((entries, name))
+                    self.tensors.append((_reference(owner), name))
             yield value, 0
 
     def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
@@ -406,6 +407,13 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from codes_in(const)
+
+
+def _reference(owner: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # a plain namespace
+        return lambda: owner
 
 
 def is_library(module: str) -> bool:

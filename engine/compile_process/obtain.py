@@ -244,7 +244,8 @@ def _import() -> None:
         for module in private.IMPORTED_BY_TRACES:
             with suppress(Exception):  # a PyTorch without it, or one built without torch.distributed
                 importlib.import_module(module)
-    gc.collect()  # which so many new objects would start soon, in the call that traces: 0.3 s on a slow core
+    if gc.isenabled():  # not during a capture
+        gc.collect()  # which so many new objects would start soon, in the call that traces: 0.3 s on a slow core
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)
     started(threading.Thread(target=_digest, name="torch-compile-kit import", daemon=True))  # no trace waits for it
 

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import gpu_locks
+from ..devices import gpu_locks, seconds_when_done
 from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..log import logger
 from ..per_model import PerModel
@@ -319,6 +319,7 @@ class ModelGraphs:
         failures: why a call is not captured.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many replays were compared; `differences`: how many of them differed.
+        _cost: seconds of the last capture, until its check.
         _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
     """
 
@@ -332,6 +333,7 @@ class ModelGraphs:
     is_check_due: bool = False
     checks: int = 0
     differences: int = 0
+    _cost: float = 0.0
     _pool: object = None
     _functions_of_failures: dict[Hashable, list | None] = field(default_factory=dict)
     _never_replayed: set[Hashable] = field(default_factory=set)
@@ -368,6 +370,7 @@ class ModelGraphs:
         ran_uncompiled: Callable[[], bool] = lambda: False,
         lacks_trace: Callable[[], bool] = lambda: False,
         is_compiling: Callable[[], bool] = lambda: False,
+        pays: Callable[[float, float], bool] | None = None,
     ) -> object:
         """Replay, capture or run the call, see the module.
 
@@ -380,6 +383,8 @@ class ModelGraphs:
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
                 allowed to begin.
             is_compiling: whether code is being made for the model; a plain call may run that code before `code` changes.
+            pays: whether graphs pay whose capture, with its check, takes so many seconds, and each replay so many fewer than a
+                plain call; asked once for each capture. None: they do.
         """
         self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
@@ -399,21 +404,23 @@ class ModelGraphs:
                     with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else the next call tries
                         if are_held:
                             self._make_room()
+                            began = seconds_when_done(device)
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                             self.is_check_due = True
+                            self._cost = seconds_when_done(device) - began if captured is not None else 0.0
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:
                     try:
-                        replayed = captured.replay(tensors)
+                        replay = functools.partial(captured.replay, tensors)
                         run = functools.partial(forward, *args, **kwargs, **fixed)
-                        return self._checked(replayed, run, lambda: is_compiling() or code() != self.code)
+                        return self._checked(replay(), run, lambda: is_compiling() or code() != self.code, replay, pays)
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
                         reason = in_one_line(error)
                     # The caller's tensors are unchanged: a graph works on copies.
-                    captured = None
+                    captured = replay = None
                     self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)
@@ -423,11 +430,21 @@ class ModelGraphs:
             _remember(self.seen, key, _without_data(result))
         return result
 
-    def _checked(self, replayed: object, run: Callable[[], object], has_other_code: Callable[[], bool]) -> object:
-        """The replayed result; if a check is due and finds a difference, the result of the plain call `run`.
+    def _checked(
+        self,
+        replayed: object,
+        run: Callable[[], object],
+        has_other_code: Callable[[], bool],
+        replay: Callable[[], object],
+        pays: Callable[[float, float], bool] | None,
+    ) -> object:
+        """The replayed result; if a check is due and finds a difference, the result of the plain call `run`. The first check
+        after a capture also tells what a replay saves.
 
         Args:
             has_other_code: whether a plain call may run compiled code where the graph has uncompiled operators.
+            replay: replays once more; the first replay of a graph takes longer.
+            pays: see `call`.
         """
         if not self.is_check_due or has_other_code():
             return replayed
@@ -435,7 +452,9 @@ class ModelGraphs:
         try:
             # The replay has drawn this call's random numbers; the plain call must not advance the generators again.
             with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-                expected = run()
+                expected, plain = _timed(run, device)
+                cost, self._cost = self._cost, 0.0
+                keeps = not cost or pays is None or pays(cost + plain, plain - _timed(replay, device)[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -446,6 +465,8 @@ class ModelGraphs:
         self.is_check_due = False
         self.checks += 1
         if not _differ(replayed, expected):
+            if not keeps:
+                self.drop()
             return replayed
         self.differences += 1
         self.drop()
@@ -549,6 +570,14 @@ class ModelGraphs:
         """Do not capture the call again until the layers run other functions."""
         self._fails(key, reason)
         _remember(self._functions_of_failures, key, self.model.functions)
+
+
+def _timed(run: Callable[[], object], device: torch.device | None) -> tuple[object, float]:
+    """A result, and the seconds until the device has made it."""
+    device = device or torch.device("cpu")
+    began = seconds_when_done(device)
+    result = run()
+    return result, seconds_when_done(device) - began
 
 
 def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:

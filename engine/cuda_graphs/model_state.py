@@ -91,7 +91,7 @@ class _Glance:
     """Tell at little cost whether a network may have changed, by its modules and weights, how many attributes each module has,
     hooks, callables set on the network itself, and tensors beside weights."""
 
-    def __init__(self, modules: list[nn.Module], tensors: list[tuple[dict, str]]):
+    def __init__(self, modules: list[nn.Module], tensors: list[tuple[Callable, str]]):
         self._own, *self._entries = dicts = [*map(vars, modules)]  # the network's own first
         tables = [entries[name] for entries in dicts for name in ("_modules", "_parameters", "_buffers")]
         self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are none
@@ -113,7 +113,7 @@ class _Glance:
             sum(map(len, self._empty)),
             *map(id, itertools.chain.from_iterable(map(dict.values, self._tables))),
             *(name for name, value in [*self._own.items()] if callable(value) and not is_ours(value)),
-            *(address for entries, name in self._tensors for address in addresses_in(entries.get(name))),
+            *(address for owner, name in self._tensors for address in addresses_in(getattr(owner(), name, None))),
         ]
 
 

@@ -5,6 +5,7 @@ do not tell: in those of Flux the GPU is as far behind with weights in bf16 as i
 """
 
 import enum
+import functools
 import math
 import re
 import statistics
@@ -33,6 +34,11 @@ MAX_BACKLOG = 0.3
 MOST_BETWEEN = 0.25
 # Calls that are measured. The median counts: on one machine single calls of Flux gave 0.01 to 0.47.
 MEASURED_CALLS = 3
+# A capture has to be saved back within so many calls: a LoRA, a size or a prompt length that has changed needs another one. For
+# Flux on H200s whose processors are slow it took 0.4 to 0.8 s, and a replay saved 0.003 to 0.017 s a call.
+CALLS_TO_PAY = 40
+# The GPU's time grows with the size, the CPU's does not: what does not pay for one size may for one so much smaller.
+SMALLER = 0.9
 
 
 class Notes(list[str]):
@@ -189,18 +195,39 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     if len(backlogs) < MEASURED_CALLS:
         return result
     backlog = max(0.0, statistics.median(payoff.backlogs.pop(size)))
-    pay = backlog < MAX_BACKLOG
-    if pay:
+    seem_to_pay = backlog < MAX_BACKLOG
+    if seem_to_pay:
         payoff.pay_to = size
     else:
         payoff.not_from = size
     logger.info(
         "%s: CUDA graphs %s: when the next call begins, the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
-        "pay" if pay else "would not pay",
+        "seem to pay" if seem_to_pay else "would not pay",
         100 * backlog,
     )
+    _keep(network, payoff)
+    return result
+
+
+def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], bool] | None:
+    """What tells by a capture whether graphs pay at this size, see `ModelGraphs.call`; None where they do in any case."""
+    is_asked = not settings.wants_graphs and not has_convolutions(network)
+    return functools.partial(_pay, network, size) if is_asked else None
+
+
+def _pay(network: nn.Module, size: int, cost: float, saved: float) -> bool:
+    if saved * CALLS_TO_PAY >= cost:
+        return True
+    payoff = payoff_of(network)
+    payoff.pay_to, payoff.not_from = 0, min(payoff.not_from, SMALLER * size)
+    text = "%s: CUDA graphs do not pay: to capture one takes %.2f s, and a replay saves %.3f s"
+    logger.info(text, type(network).__name__, cost, saved)
+    _keep(network, payoff)
+    return False
+
+
+def _keep(network: nn.Module, payoff: Payoff) -> None:
     cache = current()
     if cache is not None:
         cache.remember(name_of(network), {"graphs pay": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
-    return result

@@ -55,7 +55,7 @@ from ...transformer_options.filter import BOOKKEEPING, keys_read
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .policy import Notes, has_convolutions, is_short_of_memory
+from .policy import Notes, has_convolutions, is_short_of_memory, judge_for
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one of so many runs the first replay is compared with a plain call.
@@ -65,8 +65,9 @@ _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
 
 @contextmanager
-def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
-    """A context in which calls of the network are captured and replayed; `notes` gets the reason where a call cannot be."""
+def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterator[None]:
+    """A context in which calls of the network, for a latent of `size` numbers, are captured and replayed; `notes` gets the
+    reason where a call cannot be."""
     watch_unloading()
     network, device = loaded.network, loaded.device
     graphs, state, code = graphs_of(network), state_of(network), code_of(network)
@@ -134,6 +135,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
             ran_uncompiled=lambda: binding.call.uncompiled,
             lacks_trace=lambda: binding.call.put_off,
             is_compiling=lambda: code.is_being_compiled,
+            pays=judge_for(binding.settings, network, size),
         )
 
     hosts_forward = network.forward

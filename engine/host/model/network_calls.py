@@ -76,7 +76,7 @@ class NetworkCalls:
             call.puts_off &= way is not Way.REPLAYED  # replays would not tell what they lack
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
-                    scopes.enter_context(graphed(loaded, binding, self.notes))
+                    scopes.enter_context(graphed(loaded, binding, self.notes, size))
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())

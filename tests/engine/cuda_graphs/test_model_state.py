@@ -11,12 +11,18 @@ from support import Net
 from torch import nn
 
 
+class Cache:
+    def __init__(self):
+        self.keys = torch.zeros(3)
+
+
 @pytest.fixture
 def looked_at(engine, monkeypatch):
     """A network of the host's, and a function: whether graphs go when the network is looked at, in a new run or in the same."""
     trust(engine, monkeypatch, "support.py", "test_model_state.py")
     state, net, dropped = engine("cuda_graphs.model_state").ModelState(), Net().eval(), []
     net.pair, net.entry.parts = nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)}), [None, types.SimpleNamespace()]
+    net.entry.kept = Cache()
     net.entry.scales, net.entry.params, net.entry.mask = {"a": 1.0}, types.SimpleNamespace(theta=1.0), torch.zeros(3)
 
     def drops(is_new_run=True):
@@ -61,6 +67,7 @@ BETWEEN_RUNS = {
 BETWEEN_CALLS = {
     "another tensor": lambda net: setattr(net.entry, "mask", torch.zeros(3)),
     "a tensor in a cache": lambda net: net.entry.cache.update(k=torch.zeros(1)),
+    "an object that holds tensors": lambda net: setattr(net.entry, "kept", Cache()),
     "an attribute more": lambda net: setattr(net.entry, "added", True),
     "another weight": lambda net: setattr(net.entry, "weight", nn.Parameter(net.entry.weight.clone())),
     "a layer in one that had none": lambda net: net.entry.add_module("lora", nn.Linear(8, 8)),
