@@ -420,7 +420,8 @@ class ModelGraphs:
                             raise
                         reason = in_one_line(error)
                     # The caller's tensors are unchanged: a graph works on copies.
-                    captured = replay = None
+                    captured = None
+                    del replay  # it holds the graph
                     self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)
