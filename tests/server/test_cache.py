@@ -63,7 +63,7 @@ def loaded(server, shipped, file):
 def test_the_file_tells_what_is_in_it(saved):
     line = saved.read_bytes().partition(b"\n{")[2].partition(b"\n")[0]
     header = json.loads(b"{" + line)
-    assert len(header["entries"]) > 1 and header["environment"]["torch"].startswith("2.")
+    assert len(header["parts"]) > 1 and header["environment"]["torch"].startswith("2.")
     assert header["models"] == ["Flux"] and "64x64 batch 1" in header["sizes"]
 
 

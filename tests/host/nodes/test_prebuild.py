@@ -84,7 +84,7 @@ def test_a_workflow_is_compiled_for_a_card(files, card):
     assert code == 0, errors
     assert [line.split()[1] for line in said.splitlines()[:2]] == ["DoubleStreamBlock:", "SingleStreamBlock:"]
     about = header(out)
-    assert about["environment"]["device"] == name and len(about["entries"]) == 2 and about["models"] == ["Flux"]
+    assert about["environment"]["device"] == name and len(about["parts"]) == 2 and about["models"] == ["Flux"]
     (choices,) = about["choices"].values()
     assert choices == {"attention": attention, "compile now": "yes"}  # the server measures none, and waits for no payback
     content = out.read_bytes()
@@ -98,7 +98,7 @@ def test_a_workflow_is_compiled_for_a_card(files, card):
 @pytest.mark.host
 @pytest.mark.rest
 def test_code_for_another_card_has_another_name(files):
-    assert len({name for card in CARDS for name, _size in header(files(card)[3])["entries"]}) == 2 * len(CARDS)
+    assert len({name for card in CARDS for name, _size in header(files(card)[3])["parts"]}) == 2 * len(CARDS)
 
 
 @needs_cuda
