@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import chain
-from ..files import read_whole, remove_file, status_of, write_whole
+from ..files import read_whole, remove_file, write_whole
 
 SIGNATURE_BYTES = 32
 # For a connection, and for each answer of Redis.
@@ -77,7 +77,7 @@ class RedisStore:
 class FolderStore:
     """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter. A subfolder with
     files but no marker is refused; a link is, too. Only the file server's clock is asked, as this machine's may be wrong by
-    days. A file with a date in the future is new."""
+    days. An entry with a date in the future is new, a claim with one is over."""
 
     refused: type[Exception] = OSError
 
@@ -123,7 +123,7 @@ class FolderStore:
                     file.write(self._worker)
                 return True
             except FileExistsError:
-                if self._now() - _written(claim) <= CLAIM_SECONDS:
+                if abs(self._now() - _written(claim)) <= CLAIM_SECONDS:
                     return False
                 remove_file(claim)
         return True  # the claim is over, but cannot be removed
@@ -136,8 +136,10 @@ class FolderStore:
 
 
 def _written(file: Path) -> float:
-    status = status_of(file)
-    return float("inf") if status is None else status.st_mtime
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
 
 
 def without_secrets(error: BaseException) -> str:

@@ -163,6 +163,28 @@ def test_what_was_written_in_the_future_is_new(stores, folder, tmp_path):
     assert stores.FolderStore(str(tmp_path)).get(NAME) == b"content"
 
 
+def test_a_claim_that_was_written_in_the_future_is_over(stores, folder, tmp_path):
+    """By a file server whose clock was wrong: else nobody would ever compile the graph."""
+    assert folder.claim(NAME)
+    age(folder._file(NAME, "claim"), -400 * DAY)
+    other = stores.FolderStore(str(tmp_path))
+    assert other.claim(NAME) and not folder.claim(NAME)
+
+
+def test_a_claim_that_cannot_be_looked_at_is_not_gone(folder, monkeypatch):
+    assert folder.claim(NAME)
+    claim, stat = folder._file(NAME, "claim"), Path.stat
+
+    def broken(path, **options):
+        if path == claim:
+            raise OSError(errno.EIO, "broken")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", broken)
+    with pytest.raises(OSError, match="broken"):
+        folder.claim(NAME)
+
+
 @pytest.mark.parametrize("kind", ["files", "file", "link"])
 def test_a_subfolder_that_is_not_the_packs_is_refused(stores, tmp_path, kind):
     (tmp_path / "users").mkdir()
