@@ -77,7 +77,8 @@ class SharedCache:
         try:
             return self._within_limit(lambda: action(self._connected()))
         except Exception as error:  # of whatever kind: it must not stop a compilation
-            if writes and self._store is not None and isinstance(error, self._store.refused):
+            refused = () if self._store is None or isinstance(error, TimeoutError) else self._store.refused
+            if writes and isinstance(error, refused):
                 message = "the shared cache %s takes no entries (%s): code compiled here stays on this machine"
             else:
                 self._off_until = time.monotonic() + OFF_SECONDS

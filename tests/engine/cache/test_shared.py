@@ -413,6 +413,21 @@ def test_a_server_that_does_not_answer_is_left_alone_for_a_minute(configure, sha
     assert caplog.text.count("does not answer") == 1 and "word" not in caplog.text
 
 
+def test_a_folder_in_which_a_write_hangs_is_left_alone_for_a_minute(cache, shared, monkeypatch, caplog):
+    """From Python 3.11 on the error of the limit is an `OSError`, as is that of a folder that takes no entries."""
+    assert cache.get(NAME) is None
+    is_over = threading.Event()
+    monkeypatch.setattr(shared, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(shared.FolderStore, "put", lambda *_: is_over.wait(60))
+    try:
+        assert not cache.put(NAME, b"content") and cache._off_until > time.monotonic()
+        cache._off_until = 0.0  # a minute later
+        assert not cache.put(NAME, b"content") and cache._off_until > time.monotonic(), "an earlier request is not over"
+    finally:
+        is_over.set()
+    assert "does not answer" in caplog.text and "takes no entries" not in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
 def test_a_folder_that_hangs_costs_no_image(configure, shared, images, worker, tmp_path, monkeypatch, caplog):
     """Reading a FIFO waits until somebody writes into it."""
