@@ -2,12 +2,13 @@
 
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 _T = TypeVar("_T")
 # Windows replaces no file that a process has open, and opens none that is being replaced; both are soon over.
@@ -75,3 +76,25 @@ def status_of(file: Path) -> os.stat_result | None:
     with suppress(OSError):
         return file.stat()
     return None
+
+
+def locked(file: Path) -> IO | None:
+    """Open and lock a file until it is closed or this process ends; None where another process holds the lock.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    opened = open(file, "ab")  # noqa: SIM115  whoever holds the lock closes it
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        opened.close()
+        return None
+    return opened

@@ -24,7 +24,7 @@ from typing import Any
 from ..background.thread import compiler
 from ..cache.environment import versions
 from ..failures.describe import DescribedError
-from ..files import status_of
+from ..files import locked
 from ..log import logger
 from ..threads import started
 from ..torch_compat import stand_in_card
@@ -38,8 +38,8 @@ START_SECONDS, SILENT_SECONDS = 180.0, 60.0
 LONGEST_SECONDS = 1800.0
 # Workers of inductor's, which compile the kernels of a graph.
 MOST_WORKERS = 8
-# A start removes folders that were not used for so long, of servers that were killed. What was loaded from them stays loaded.
-SCRATCH, KEPT_SECONDS = "torch-compile-kit-loaded-", 24 * 3600.0
+# A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
+SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
 # After so many graphs in a row for which no process has started, graphs are lowered in the call that traced them for a while.
 UNSTARTED_GRAPHS, BACK_OFF_SECONDS = 3, 600.0
 
@@ -101,9 +101,11 @@ def _may_hold_code(place: Path) -> bool:
 def _private_folder() -> Path:
     places = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
     place = next(filter(_may_hold_code, places if os.name == "posix" else places[:2]), places[0])
-    for folder in place.glob(f"{SCRATCH}*"):
-        if (status := status_of(folder)) is not None and time.time() - status.st_mtime > KEPT_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+    for left in place.glob(f"{SCRATCH}*"):  # left by servers that were killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
+                lock.close()
+                shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=place))
 
 
@@ -165,6 +167,7 @@ class CompileProcess:
         self._lock = threading.Lock()
         self._making_scratch = threading.Lock()
         self._scratch: Path | None = None
+        self._scratch_lock: Any = None
 
     def check(self) -> None:
         """Raise the refusal that is in force: `Outdated` or `Unavailable`."""
@@ -186,9 +189,9 @@ class CompileProcess:
     def scratch(self) -> Path:
         """The folder of this server for the files that kernels are loaded from."""
         with self._making_scratch:
-            if self._scratch is None or not self._scratch.exists():
-                self._scratch = _private_folder()
-            os.utime(self._scratch)
+            if self._scratch is None or not self._scratch.exists():  # a cleaner of temporary files may have removed it
+                folder = _private_folder()
+                self._scratch, self._scratch_lock = folder, locked(folder / LOCK)
             return self._scratch
 
     def start(self) -> None:
@@ -208,6 +211,8 @@ class CompileProcess:
         if running is not None and running.process.poll() is None:
             running.end()
         if self._scratch is not None:
+            if self._scratch_lock is not None:
+                self._scratch_lock.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def lower(self, request: str, patient: bool = False, measures: bool = False) -> Code:

@@ -2,12 +2,17 @@
 
 import functools
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
+from support import ROOT
 
 
 def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, monkeypatch, tmp_path):
@@ -49,22 +54,58 @@ def test_it_is_not_where_programs_may_not_run(engine, monkeypatch, tmp_path):
     process.stop()
 
 
-def test_the_folder_of_a_server_that_was_killed_goes_in_the_end(engine, monkeypatch, tmp_path):
+SERVER = """
+import sys, time
+from engine.compile_process.client import CompileProcess
+process = CompileProcess()
+print(process.scratch, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_folder_of_a_server_that_was_killed_goes_with_the_next_start(engine, monkeypatch, tmp_path):
+    """The folder of one that runs stays, however old it is."""
     client = engine("compile_process.client")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     here = client.CompileProcess()
-    killed, file = tmp_path / f"{client.SCRATCH}killed", tmp_path / f"{client.SCRATCH}file"
-    killed.mkdir()
-    file.touch()
-    for old in (killed, file):
-        os.utime(old, (time.time() - 2 * client.KEPT_SECONDS,) * 2)
-    young = here.scratch
-    another = client.CompileProcess().scratch
-    assert set(tmp_path.iterdir()) == {young, another, file}
-    os.utime(young, (0, 0))
-    assert here.scratch.stat().st_mtime > time.time() - 60, "it is in use"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TEMP": str(tmp_path)}
+    servers = [
+        subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        killed, running = (Path(server.stdout.readline().strip()) for server in servers)
+        assert killed.parent == running.parent == here.scratch.parent == tmp_path
+        servers[0].kill()
+        servers[0].wait()
+        young, file = tmp_path / f"{client.SCRATCH}young", tmp_path / f"{client.SCRATCH}file"
+        young.mkdir()
+        file.touch()
+        for folder in (killed, running, here.scratch, file):
+            os.utime(folder, (time.time() - 2 * client.UNLOCKED_SECONDS,) * 2)
+        another = client.CompileProcess().scratch
+        assert set(tmp_path.iterdir()) == {running, here.scratch, young, another, file}
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+            server.stdout.close()
+    mine = here.scratch
     here.stop()
-    assert not young.exists()
+    assert not mine.exists()
+
+
+def test_a_folder_that_a_cleaner_has_removed_is_made_anew(engine, monkeypatch, tmp_path):
+    """It is not taken for one that was left."""
+    client = engine("compile_process.client")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    here = client.CompileProcess()
+    first = here.scratch
+    shutil.rmtree(first)
+    second = here.scratch
+    assert second != first and second.exists()
+    os.utime(second, (0, 0))
+    assert client.CompileProcess().scratch != second == here.scratch and second.exists()
 
 
 def test_what_code_is_called_with_is_kept_with_it(engine):
