@@ -1,8 +1,9 @@
 """Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
 
 The worker thread calls `compile_process.lower`, one graph at a time, and waits without the GIL. `lower` raises `Lost` where a
-second process was lost with the same graph, or did not start; `Outdated` after an update on disk; and `Unavailable` where no
-process can be started: then graphs are lowered in the call that traced them.
+second process was lost with the same graph, or did not start; instead of the latter, for a graph that nobody waits for,
+`Postponed`; `Outdated` after an update on disk; and `Unavailable` where no process can be started: then graphs are lowered in
+the call that traced them.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..background.thread import compiler
+from ..background.thread import Postponed, compiler
 from ..cache.environment import versions
 from ..failures.describe import DescribedError
 from ..files import locked
@@ -40,8 +41,9 @@ LONGEST_SECONDS = 1800.0
 MOST_WORKERS = 8
 # A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# After so many graphs in a row for which no process has started, graphs are lowered in the call that traced them for a while.
-UNSTARTED_GRAPHS, BACK_OFF_SECONDS = 3, 600.0
+# After a graph for which no process has started, graphs that nobody waits for stay uncompiled for some time. After several such
+# graphs in a row, all graphs are lowered in the call that traced them, for a longer time. Then a process is tried again.
+BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
 
 
 class Unavailable(LowerInline):
@@ -76,7 +78,8 @@ class LoweringFailed(DescribedError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no process is asked: `error` is raised for each graph, until a moment of `time.monotonic`."""
+    """Why no process is asked: `error` is raised for each graph (`Postponed`: for each that nobody waits for), until a moment
+    of `time.monotonic`."""
 
     error: type[Exception]
     reason: str
@@ -169,10 +172,10 @@ class CompileProcess:
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
 
-    def check(self) -> None:
-        """Raise the refusal that is in force: `Outdated` or `Unavailable`."""
+    def check(self, patient: bool = False) -> None:
+        """Raise the refusal that is in force: `Outdated`, `Unavailable` or, for a patient graph (see `lower`), `Postponed`."""
         refusal = self.refusal
-        if refusal is not None and time.monotonic() < refusal.until:
+        if refusal is not None and time.monotonic() < refusal.until and (patient or refusal.error is not Postponed):
             raise refusal.error(refusal.reason)
 
     @property
@@ -223,7 +226,7 @@ class CompileProcess:
             patient: nobody waits for the code.
             measures: lowering runs kernels, so the process must see the cards, and takes memory of one.
         """
-        self.check()
+        self.check(patient)
         failed: LoweringFailed | None = None
         with self._lock:
             try:
@@ -239,19 +242,22 @@ class CompileProcess:
             except Lost as error:
                 if failed is not None:
                     raise failed from error
-                self._unstarted += isinstance(error, NotStarted)
-                if self._unstarted >= UNSTARTED_GRAPHS:
-                    self._refuse(Unavailable, str(error), BACK_OFF_SECONDS)
+                if isinstance(error, NotStarted):
+                    self._unstarted += 1
+                    if self._unstarted >= UNSTARTED_GRAPHS:
+                        self._refuse(Unavailable, str(error), LONG_BACK_OFF_SECONDS)
+                    self._refuse(Postponed, str(error), BACK_OFF_SECONDS, patient)
                 raise
 
-    def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf) -> None:
+    def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
         """Ask no process for `seconds`; raises what `check` does."""
-        if error is Unavailable:
+        if error is Unavailable or patient:
+            meanwhile = "code is compiled before the first image" if error is Unavailable else "blocks run uncompiled"
             again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
-            logger.warning("code is compiled before the first image: %s%s", reason, again)
+            logger.warning("%s: %s%s", meanwhile, reason, again)
         if self.refusal is None or self.refusal.until < math.inf:
             self.refusal = Refusal(error, reason, time.monotonic() + seconds)
-        self.check()
+        self.check(patient)
 
     def _ask(self, request: str, patient: bool, measures: bool) -> Code:
         running = self._ensure(measures)

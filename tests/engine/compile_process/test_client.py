@@ -463,24 +463,34 @@ def test_pytorch_starts_no_processes_where_code_is_loaded(engine, process, net, 
     assert vars(AsyncCompile)["use_process_pool"] is before
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_where_none_has_started_blocks_run_uncompiled_until_the_next_run(process, net, monkeypatch, waits):
+def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, process, net, caplog, monkeypatch):
     """The disk was full, or the system had no room for a process."""
+    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.05)
     process.refuse_to_start(monkeypatch)
     before = process.now.started
-    run = net.at_once if waits else lambda x: net(x)[0]
-    for _call in range(3):
-        assert torch.equal(run(X), net.net(X))
-        net.wait()
-    (failure,) = net.failures
-    assert "does not start: it ended with 7 (no room)" in failure
+    first_call(net)
+    wait_until(lambda: process.now._unstarted, "it was not tried")
     assert process.now.started == before + 2, "one, and another"
+    for _call in range(3):
+        result, uncompiled = net(X)
+        assert uncompiled and torch.equal(result, net.net(X))
+    assert net.is_being_compiled and not net.failures and process.now.started == before + 2, "no process more"
+    monkeypatch.setattr(sys, "executable", PYTHON)
+    process.now.refusal = None  # a minute later
+    assert net.wait() == 1 and is_compiled(net) and why_inline(net) == [None]
+    assert process.now.started == before + 3 and process.now._unstarted == 0
+    assert "does not start: it ended with 7 (no room)" in caplog.text and caplog.text.count("blocks run uncompiled") == 1
+
+
+def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_run(process, net, monkeypatch):
+    process.refuse_to_start(monkeypatch)
+    assert torch.equal(net.at_once(X), net.net(X))
+    (failure,) = net.failures
+    assert "does not start" in failure
     monkeypatch.setattr(sys, "executable", PYTHON)
     net.new_run()
-    run(X)
-    net.wait()
+    net.at_once(X)
     assert is_compiled(net) and why_inline(net) == [None]
-    assert process.now.started == before + 3 and process.now._unstarted == 0
 
 
 def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(process, net, caplog, monkeypatch):
@@ -513,11 +523,14 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     assert caplog.text.count("before the first image") == 1
 
 
-def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(process, monkeypatch):
+def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(engine, process, monkeypatch):
     process.end()
     monkeypatch.setattr(sys, "executable", "/nowhere/python3")
     with pytest.raises(process.client.NotStarted, match="no process can be started"):
         process.now.lower("")
+    for _several_at_once in range(process.client.UNSTARTED_GRAPHS):
+        with pytest.raises(engine("background.thread").Postponed, match="no process can be started"):
+            process.now.lower("", patient=True)
     process.now.start()  # as when a prompt is queued
     process.now.check()
 
