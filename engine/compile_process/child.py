@@ -22,6 +22,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -93,9 +94,16 @@ def end() -> None:
 
 def take_share(nice: int) -> None:
     """Set how much of busy cores this process gets where Linux divides them among sessions: it leads one, and `os.nice` counts
-    within that alone (man 7 sched, "The autogroup feature"). Linux takes such a number but ten times a second."""
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
-        file.write(str(nice))
+    within that alone (man 7 sched, "The autogroup feature")."""
+    for _ in range(5):
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(nice))
+            return
+        except BlockingIOError:  # Linux takes but ten such numbers a second, from all processes together
+            time.sleep(0.15)
+        except OSError:  # there is none
+            return
 
 
 def main() -> None:

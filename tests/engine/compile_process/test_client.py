@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock, call, mock_open
 
 import pytest
 import torch
@@ -149,6 +150,19 @@ def test_the_process_has_a_small_share_of_busy_cores_but_while_somebody_waits(pr
     torch._dynamo.reset()
     CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor").at_once(X)
     assert share() == ["nice", "0"]
+
+
+@pytest.mark.parametrize(
+    ("error", "refusals", "tries"), [(BlockingIOError, 4, 5), (BlockingIOError, 9, 5), (PermissionError, 9, 1)]
+)
+def test_a_share_that_linux_refuses_for_now_is_asked_for_again(engine, monkeypatch, error, refusals, tries):
+    child, opened, clock = engine("compile_process.child"), mock_open(), Mock()
+    opened().write.side_effect = [*[error] * refusals, None]
+    monkeypatch.setattr(child, "open", opened, raising=False)
+    monkeypatch.setattr(child, "time", clock, raising=False)
+    child.take_share(7)
+    assert opened().write.mock_calls == [call("7")] * tries
+    assert all(pause == call(0.15) for pause in clock.sleep.mock_calls)
 
 
 def test_ctrl_c_in_a_terminal_is_not_for_the_process(process, net):
