@@ -9,8 +9,8 @@
    graph may be lowered in the call that traced it.
 4. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
 
-The process ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr,
-which ComfyUI logs.
+The process ends when its stdin does, so with ComfyUI, and with the answer `idle` after a minute without a request. What is
+printed goes to stderr, which ComfyUI logs.
 """
 
 import contextlib
@@ -159,6 +159,7 @@ def main() -> None:
                 with logged("a small graph cannot be lowered"):
                     lowering.warm_up()
                 continue
+            answer({"idle": True})  # a request may be coming
             end()
         is_cold = False
         works.set()

@@ -271,6 +271,9 @@ class CompileProcess:
             running.is_ready, self._unstarted = True, 0
         self._send(running, {"patient": patient}, request.encode())
         header, body = self._answer(running, SILENT_SECONDS)
+        if "idle" in header:  # it ended as the request came
+            self._end(running)
+            return self._ask(request, patient, measures)
         if "inline" in header:
             raise LowerInline(header["inline"])
         try:

@@ -77,6 +77,9 @@ def obey():
         AsyncCompile.process_pool().submit(os.getpid).result(30)
     elif order == "idle":
         main.IDLE_SECONDS = 0.2
+    elif order == "idle slowly":
+        main.IDLE_SECONDS, end = 0.2, main.end
+        main.end = lambda: ((folder / "begun").touch(), time.sleep(5), end())
     elif order:
         main.write = ANSWERS[order]
 

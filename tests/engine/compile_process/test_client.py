@@ -426,6 +426,20 @@ def test_after_it_was_idle_another_one_is_started(process, net):
     assert is_compiled(other) and process.now.pid != first
 
 
+def test_a_graph_that_comes_as_it_ends_by_idleness_is_given_to_another_one_of_its_kind(process, net, caplog, monkeypatch):
+    process.orders("idle slowly")
+    first_call(net)
+    net.wait()
+    assert is_compiled(net)
+    start, kinds = process.now._start, []
+    monkeypatch.setattr(process.now, "_start", lambda measures: kinds.append(measures) or start(measures))
+    process.begun()
+    torch._dynamo.reset()
+    other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
+    other.at_once(X)
+    assert is_compiled(other) and kinds == [False] and "was lost" not in caplog.text
+
+
 @pytest.mark.parametrize("what", ["code of the pack", "torch"])
 def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(process, net, monkeypatch, what):
     """Not in the call either: there modules of the old version would import those of the new one."""
