@@ -153,7 +153,7 @@ def next_process(machine):
 def cannot_save(machine):
     before = machine.saved.read_bytes()
     assert refused(
-        machine.process("run", "fail=engine.cache.archive._packed:io", "save=mine"), "save=mine", "cannot be written"
+        machine.process("run", "fail=engine.cache.archive.write_whole:io", "save=mine"), "save=mine", "cannot be written"
     )
     assert machine.saved.read_bytes() == before and not machine.leftovers()
     right(machine.process("run", "save=mine"))
