@@ -307,7 +307,7 @@ def test_a_batch_of_a_model_that_is_replayed_is_traced_at_once(compiled_flux, en
     """A graph of its uncompiled operators would be replayed from its second call on, for good."""
     calls = engine("host.model.network_calls")
     monkeypatch.setattr(calls, "way_of_call", lambda *_: calls.Way.REPLAYED)
-    monkeypatch.setattr(calls, "graphed", lambda _loaded, binding, _notes: binding.bound())
+    monkeypatch.setattr(calls, "graphed", lambda _loaded, binding, *_: binding.bound())
     assert compiled_flux() == 1
     assert compiled_flux(batch_size=2) == 2
 
