@@ -20,7 +20,6 @@ VARIANTS = {
 }
 CACHES = ("cold", "warm")
 RESTARTS = {prompt.name for session in SESSIONS.values() for prompt in session.prompts if prompt.restart}
-SETTLED = {"back to the first"}  # the last prompt before a restart
 FORMATS = {
     "int8": "INT8 ConvRot", "scaled": "scaled fp8", "fp8_e4m3fn_fast": "`fp8_e4m3fn_fast`", "gguf": "GGUF Q4_K",
 }  # fmt: skip
@@ -315,16 +314,14 @@ def ready_after() -> str:
 
 def without_dynamic_vram() -> str:
     """The README's: Flux with KJNodes' node and `--disable-dynamic-vram`: its steps, and a LoRA switched on."""
-    sessions, shares = Sessions(rows("sessions", "session")[0]), []
+    sessions, shares, with_lora = Sessions(rows("sessions", "session")[0]), [], []
     for variant in ("kjnodes_static", "ours"):
         key = ("flux", 0.0, 0, variant, "cold")
         own, eager = sessions.newest[key], sessions.eager(key)
-        last = max(number for number, row in own.items() if row["prompt"] == "LoRA on" or row["prompt"] in SETTLED)
+        numbers = {row["prompt"]: number for number, row in own.items()}
+        last = numbers.get("back to the first", numbers["LoRA on"])  # the last before a restart
         shares.append(statistics.median(own[last]["steps"]) / statistics.median(eager[last]["steps"]))
-    with_lora = [
-        next(row["seconds"] for row in sessions.newest["flux", 0.0, 0, variant, "cold"].values() if row["prompt"] == "LoRA on")
-        for variant in ("kjnodes_static", "ours")
-    ]
+        with_lora.append(own[numbers["LoRA on"]]["seconds"])
     return (
         f"its steps of Flux took {shares[0]:.2f} of uncompiled ones (ours {shares[1]:.2f}), "
         f"but the image for which a LoRA was switched on {with_lora[0]:.0f} s (ours {with_lora[1]:.1f})"

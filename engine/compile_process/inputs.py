@@ -74,15 +74,15 @@ class Inputs:
 
     def _zeros(self, cached: int) -> list | None:
         """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
-        given = [(_spec_of(one), one[-1]) if isinstance(one, list) else one for one in self.given]
-        tensors = [one for one in given if isinstance(one, tuple)]
+        inputs = [(_spec_of(one), one[-1]) if isinstance(one, list) else one for one in self.given]
+        tensors = [one for one in inputs if isinstance(one, tuple)]
         shared = max((spec.nbytes for spec, is_written in tensors if not is_written), default=0)
         needed = shared + INTERMEDIATES * sum(spec.nbytes for spec, is_written in tensors if is_written)
         free, _total = torch.cuda.mem_get_info(self.device)
         if free + cached < needed + MARGIN:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self.device).untyped_storage()
-        return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in given]
+        return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in inputs]
 
 
 def _described(fake: torch.Tensor, may_be_written: bool) -> list:

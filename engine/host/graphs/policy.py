@@ -1,7 +1,8 @@
 """Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
 
-Graphs pay for UNets. For other models they pay if the GPU waits for the CPU in compiled steps, which is measured. Eager steps
-do not tell: in those of Flux the GPU is as far behind with weights in bf16 as in INT8, and graphs help only with INT8.
+Graphs pay for UNets. For other models they seem to pay if the GPU waits for the CPU in compiled steps, which is measured; the
+first capture tells whether they do. Eager steps do not tell: in those of Flux the GPU is as far behind with weights in bf16 as
+in INT8, and graphs help only with INT8.
 """
 
 import enum

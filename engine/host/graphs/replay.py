@@ -10,7 +10,8 @@ Life cycle of a call within `graphed`:
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
-(`ModelGraphs.call`), when memory is short (`_pinned`), and when the host unloads the model (`watch_unloading`).
+(`ModelGraphs.call`), when they do not pay (`judge_for`) or memory is short (`_pinned`), and when the host unloads the model
+(`watch_unloading`).
 """
 
 from __future__ import annotations
