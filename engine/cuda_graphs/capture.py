@@ -51,6 +51,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compile.session import tracing_scope
 from ..devices import gpu_locks, seconds_when_done
 from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..log import logger
@@ -165,13 +166,11 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
     whole process, so it is not called if there is a second GPU, which may be at work. Garbage collection is off during the
     capture, since the garbage may hold memory of an earlier capture.
     """
-    collects = gc.isenabled()
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
     mode = torch.cuda.get_sync_debug_mode()
     _capturing.append(graph)
-    gc.disable()
     try:
-        with as_numbers(), capture:
+        with tracing_scope.applied(gc=False), as_numbers(), capture:
             if torch.cuda.device_count() == 1:
                 with warnings.catch_warnings():  # PyTorch warns that the setting is a prototype
                     warnings.simplefilter("ignore")
@@ -186,8 +185,6 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
         raise
     finally:
         _capturing.remove(graph)
-        if collects:
-            gc.enable()
 
 
 def _keep_for_good(graph: torch.cuda.CUDAGraph, left: list[torch.UntypedStorage]) -> None:

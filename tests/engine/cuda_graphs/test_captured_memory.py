@@ -200,6 +200,17 @@ def test_garbage_is_not_collected_in_a_capture(engine, devices):
     assert seen == [False] and gc.isenabled()
 
 
+def test_a_trace_for_another_gpu_that_outlasts_a_capture_leaves_the_collector_on(engine, devices):
+    graphs, x, scope = engine("cuda_graphs.capture").ModelGraphs(), torch.ones(2), engine("compile.session").tracing_scope
+    graphs.model.device = x.device
+    try:
+        assert capture(engine, graphs, lambda x: scope.enter(gc=False) or x, x)
+        scope.exit()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("like", [torch.ones(3), torch.ones(2).half(), [torch.ones(2)] * 2, []], ids=str)
 def test_a_result_of_another_kind_than_before_is_not_captured(engine, devices, like):
     graphs, x = engine("cuda_graphs.capture").ModelGraphs(), torch.ones(2)
