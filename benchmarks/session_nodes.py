@@ -59,7 +59,7 @@ def _mark():
 
 def _counted() -> tuple[int, int]:
     """How many blocks our pack has traced so far, and in how many calls of models a block ran uncompiled."""
-    registry = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.compile.registry")), None)
+    registry = next((m for name, m in sys.modules.copy().items() if name.endswith("engine.compile.registry")), None)
     codes = [code for _model, code in registry.live_models()] if registry is not None else []
     traces = sum(group.code.traces for code in codes for group in code.groups.values())
     return traces, sum(code.eager_calls for code in codes)
@@ -161,7 +161,7 @@ async def memory(_request: web.Request) -> web.Response:
 @PromptServer.instance.routes.get("/session/graphs")
 async def graphs(_request: web.Request) -> web.Response:
     """CUDA graphs captured and replayed for the models that are in memory."""
-    module = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.cuda_graphs.capture")), None)
+    module = next((m for name, m in sys.modules.copy().items() if name.endswith("engine.cuda_graphs.capture")), None)
     found = [item for item in gc.get_objects() if module is not None and type(item) is module.ModelGraphs]
     return web.json_response({name: sum(getattr(item, name) for item in found) for name in ("captures", "replays")})
 

@@ -418,7 +418,7 @@ class Bench:
             with contextlib.ExitStack() as stack:
                 self.left()
                 with concurrent.futures.ThreadPoolExecutor() as together:
-                    entered = together.map(lambda variant: stack.enter_context(self._paused(variant, cores)), living)
+                    entered = together.map(lambda variant: stack.enter_context(self.paused(variant, cores)), living)
                     servers = dict(zip(living, entered, strict=True))
                 for paused in servers.values() if self.options.free else ():
                     with at_work(paused) as server:
@@ -435,9 +435,9 @@ class Bench:
                             living.remove(variant)
 
     @contextlib.contextmanager
-    def _paused(self, variant: str, cores: int):
-        """The variant's server, stopped (SIGSTOP) until its turn."""
-        with self.server(variant, cores) as server:
+    def paused(self, variant: str, *about, **more):
+        """The variant's server, stopped (SIGSTOP) until its turn; further arguments as of `server`."""
+        with self.server(variant, *about, **more) as server:
             time.sleep(0 if self.options.tiny else PAGE_OPENS)
             tell(server, "SIGSTOP")
             try:

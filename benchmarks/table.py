@@ -4,7 +4,8 @@
     python -m benchmarks.table --host COMFYUI --tiny --out FILE      # small models on the CPU
 
 1. A set-up is a model in a format, perhaps with an option of the server or a node (SETUPS, the most asked for first).
-2. Each variant of a set-up has a server of its own with nothing on disk, and no other pack.
+2. Each variant of a set-up has a server of its own with nothing on disk, and no other pack. The variants take turns as in
+   sessions.py, the last prompts one by one.
 3. The first prompts come as a person queues them. Ours compiles meanwhile; its code is then waited for.
 4. The last prompts are what a prompt takes from then on: `seconds` and `step` are their medians.
 5. The last prompt has the same seed everywhere; `error` is the distance of its latent from eager's, `noise` how far eager with
@@ -12,21 +13,24 @@
 A row holds one variant and is written after each of its prompts. Rows that --out has already are not measured again.
 """
 
+import functools
 import math
 import os
 import statistics
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from devtools.server import ServerError
+from devtools.server import Server, ServerError
 
-from .sessions import KEPT, Bench, Graph, OutOfTimeError, arguments, parse, settings_for
+from .sessions import KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
 
-VARIANTS = ("eager", "core", "kjnodes", "ours")
+VARIANTS = ("eager", "core", "kjnodes", "kjnodes_static", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
 STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8}
 TINY_STEPS = 4
@@ -157,31 +161,59 @@ class CodeWatch(threading.Thread):
         self.join(5)
 
 
-@contextmanager
-def peak_memory(row: dict):
-    """Add to `row` the most memory of the GPU that was in use meanwhile, by all processes."""
-    if not Path("/dev/nvidiactl").exists():
-        yield
-        return
-    import pynvml
+@dataclass
+class Contender:
+    """A variant of a set-up.
 
-    pynvml.nvmlInit()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
-    over, highest = threading.Event(), [0]
+    Args:
+        held: bytes of the GPU that its server holds between its turns.
+    """
+
+    setup: Setup
+    model: str
+    variant: str
+    server: Server
+    row: dict
+    held: int = 0
+
+    @contextmanager
+    def turn(self):
+        """Let the server work, and note in the row the most memory of the GPU that it held. The others are stopped, so what
+        they hold does not change."""
+        with at_work(self.server), _highest_use() as uses:
+            yield
+        others = uses[0] - self.held
+        self.held = uses[-1] - others
+        self.row["vram_gib"] = max(self.row.get("vram_gib", 0), round((max(uses) - others) / GIB, 2))
+
+
+@contextmanager
+def _highest_use():
+    """Bytes of the GPU that are in use, by all processes: a list, first those before, last those after."""
+    uses, over = [_used()], threading.Event()
 
     def look() -> None:
         while not over.wait(MEMORY_POLL):
-            highest[0] = max(highest[0], pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
+            uses.append(_used())
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
-        yield
+        yield uses
     finally:
         over.set()
         thread.join()
-        row["vram_gib"] = round(highest[0] / GIB, 2)
+        uses.append(_used())
+
+
+def _used() -> int:
+    if not Path("/dev/nvidiactl").exists():
+        return 0
+    import pynvml
+
+    pynvml.nvmlInit()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(int(visible))).used
 
 
 class Table(Bench):
@@ -207,89 +239,101 @@ class Table(Bench):
         key = {"setup": setup.name, "variant": variant}.items()
         return any(key <= row.items() and ("seconds" in row or "died" in row) for row in self.known["rows"])
 
-    def measure(self, setup: Setup, model: str, variant: str) -> None:
-        """A row; a variant that dies is a result."""
+    def measure(self, setup: Setup, model: str, variants: list[str]) -> None:
+        """A row for each of the variants; one that dies is a result."""
         self.left()
         self.clear(*KEPT)
-        row = {
-            "kind": "table",
-            "setup": setup.name,
-            "variant": variant,
-            "model": model,
-            "weights": setup.weights,
-            "option": setup.option,
-            "prompts": [],
-        }
+        about = {"kind": "table", "setup": setup.name, "model": model, "weights": setup.weights, "option": setup.option}
         packs = [GGUF_PACK] if setup.weights == "gguf" else []
-        self.known["rows"].append(row)
+        with ExitStack() as stack:
+
+            def enter(variant: str) -> Contender:
+                server = stack.enter_context(self.paused(variant, arguments=OPTIONS[setup.option], packs=packs))
+                row = {**about, "variant": variant, "prompts": [], "server_start": round(server.seconds_to_start, 1)}
+                return Contender(setup, model, variant, server, row, _used() // len(variants))
+
+            with ThreadPoolExecutor() as together:
+                contenders = list(together.map(enter, variants))
+            self.known["rows"] += [contender.row for contender in contenders]
+            settled = TINY_SETTLED if self.options.tiny else SETTLED
+            before_last = [functools.partial(self._run, name="settled", seed=2000 + n) for n in range(1, settled)]
+            for part in (self._first, *before_last, self._last):
+                for contender in contenders:
+                    self._turn(contender, part)
+        for contender in contenders:
+            print(_line(contender.row), flush=True)
+
+    def _turn(self, contender: Contender, part: Callable[[Contender], object]) -> None:
+        if "died" in contender.row:
+            return
         try:
-            with self.server(variant, arguments=OPTIONS[setup.option], packs=packs) as server, peak_memory(row):
-                row["server_start"] = round(server.seconds_to_start, 1)
-                if variant == "ours":
-                    row["settings"] = settings_for(server.get("/object_info"), self.options.settings)
-                self._prompts(setup, model, variant, server, row)
+            with contender.turn():
+                part(contender)
         except OutOfTimeError:
             raise
         except Exception as error:  # the other rows are still to be measured
             self.left()  # raises if time is up: then the variant has not died
             if not isinstance(error, ServerError):
                 traceback.print_exc()
-            row["died"] = f"{type(error).__name__}: {str(error)[-300:]}"
+            contender.row["died"] = f"{type(error).__name__}: {str(error)[-300:]}"
         self.save()
-        print(_line(row), flush=True)
 
-    def _prompts(self, setup: Setup, model: str, variant: str, server, row: dict) -> None:
-        info, steps = server.get("/object_info"), TINY_STEPS if self.options.tiny else STEPS[setup.model]
-        beginning, end = (TINY_FIRST, TINY_SETTLED) if self.options.tiny else (FIRST, SETTLED)
-        latent = str(self.latents / f"{setup.name}.pt")
+    def _run(self, of: Contender, name: str, seed: int, kernel: str | None = None) -> bool:
+        """One prompt; whether there is a result."""
+        steps = TINY_STEPS if self.options.tiny else STEPS[of.setup.model]
+        info, settings = of.server.get("/object_info"), self.options.settings
+        nodes = prompt_of(info, of.setup, of.model, of.variant, steps, seed, settings, kernel)
+        taken = self.run(of.server, nodes)
+        of.row["prompts"].append({"prompt": name, **taken})
+        if "died" in taken and kernel is None:
+            of.row["died"] = taken["died"]
+        return "died" not in taken
 
-        def run(name: str, seed: int, kernel: str | None = None) -> bool:
-            nodes = prompt_of(info, setup, model, variant, steps, seed, self.options.settings, kernel)
-            taken = self.run(server, nodes)
-            row["prompts"].append({"prompt": name, **taken})
-            self.save()
-            if "died" in taken and kernel is None:
-                row["died"] = taken["died"]
-            return "died" not in taken
-
-        watch = CodeWatch(server) if variant == "ours" else None
-        if watch:
-            watch.start()
-        names = ["first", *(f"next {n}" for n in range(1, beginning if watch else 1))]
-        if not all(run(name, 1000 + n) for n, name in enumerate(names)):
+    def _first(self, of: Contender) -> None:
+        """The first prompts, until all code is there."""
+        if of.variant != "ours":
+            self._run(of, "first", 1000)
             return
-        if watch:
-            row["ready"] = watch.wait(min(self.options.ready_limit, self.left()))
-            watch.stop()
-        capturing = math.ceil(CAPTURING_STEPS / steps) if watch and not self.options.tiny else 0
-        names = [*["capturing"] * capturing, *["settled"] * end]
-        for n, name in enumerate(names, 1):
-            if not run(name, LAST_SEED if n == len(names) else 2000 + n):
-                return
-        settled = row["prompts"][-end:]
+        of.row["settings"] = settings_for(of.server.get("/object_info"), self.options.settings)
+        watch = CodeWatch(of.server)
+        watch.start()
+        names = ["first", *(f"next {n}" for n in range(1, TINY_FIRST if self.options.tiny else FIRST))]
+        if all(self._run(of, name, 1000 + n) for n, name in enumerate(names)):
+            of.row["ready"] = watch.wait(min(self.options.ready_limit, self.left()))
+            capturing = 0 if self.options.tiny else math.ceil(CAPTURING_STEPS / STEPS[of.setup.model])
+            for n in range(capturing):
+                self._run(of, "capturing", 1900 + n)
+        watch.stop()
+
+    def _last(self, of: Contender) -> None:
+        """The last of the settled prompts, and what they tell."""
+        if not self._run(of, "settled", LAST_SEED):
+            return
+        row, latent = of.row, str(self.latents / f"{of.setup.name}.pt")
+        settled = [prompt for prompt in row["prompts"] if prompt["prompt"] == "settled"]
         row["seconds"] = round(statistics.median(prompt["seconds"] for prompt in settled), 3)
-        usual = statistics.fmean if setup.option == "easycache" else statistics.median  # EasyCache skips some of the steps
+        usual = statistics.fmean if of.setup.option == "easycache" else statistics.median  # EasyCache skips some of the steps
         row["step"] = round(usual(step_seconds(settled)), 5)
         row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
-        if watch:
-            report = watch.look()["models"]
+        if of.variant == "ours":
+            report = of.server.get("/torch-compile-kit/report")["models"]
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
             row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
-            row["cuda_graphs"] = server.get("/session/graphs")["captures"]
-        if variant == "eager":
-            server.post("/session/latent", {"file": latent})
+            row["cuda_graphs"] = of.server.get("/session/graphs")["captures"]
+        if of.variant == "eager":
+            of.server.post("/session/latent", {"file": latent})
         elif Path(latent).exists():
-            error = server.post("/session/latent", {"file": latent, "compare": True})["error"]
+            error = of.server.post("/session/latent", {"file": latent, "compare": True})["error"]
             row["error"] = float(f"{error:.4g}")
-        self.save()
-        if variant == "eager" and not setup.option:
-            row["noise"] = {}
-            for kernel in KERNELS[self.options.tiny]:
-                if run(f"with {kernel}", LAST_SEED, kernel):
-                    error = server.post("/session/latent", {"file": latent, "compare": True})["error"]
-                    row["noise"][kernel] = float(f"{error:.4g}")
-                    if error:
-                        break
+        if of.variant != "eager" or of.setup.option:
+            return
+        row["noise"] = {}
+        for kernel in KERNELS[self.options.tiny]:
+            if self._run(of, f"with {kernel}", LAST_SEED, kernel):
+                error = of.server.post("/session/latent", {"file": latent, "compare": True})["error"]
+                row["noise"][kernel] = float(f"{error:.4g}")
+                if error:
+                    break
 
 
 def step_seconds(prompts: list[dict]) -> list[float]:
@@ -317,21 +361,22 @@ def main() -> None:
     options = parse(parser)
     setups = [SETUPS[name] for name in options.setups or SETUPS]
     setups = [setup for setup in setups if options.gguf or setup.weights != "gguf"]
-    variants = [variant for variant in options.variants if variant != "kjnodes" or options.kjnodes]
+    variants = [variant for variant in options.variants if options.kjnodes or not variant.startswith("kjnodes")]
     if options.tiny:  # no Sage on a CPU; small models that the host's loader does not know have no files
         with_files = ("flux", "klein", "wan22")
         setups = [s for s in setups if s.option != "sage" and (s.weights == "default" or s.model in with_files)]
     table = Table(options)
     try:
         for model in dict.fromkeys(setup.model for setup in setups):
-            jobs = [(setup, variant) for setup in setups if setup.model == model for variant in variants]
-            jobs = [job for job in jobs if not table.measured(*job)]
+            of_model = [setup for setup in setups if setup.model == model]
+            jobs = [(setup, [v for v in variants if not table.measured(setup, v)]) for setup in of_model]
+            jobs = [(setup, lacking) for setup, lacking in jobs if lacking]
             if not jobs:
                 continue
             name = f"{model}_small" if options.tiny else model
             table.make_files_of([setup for setup, _ in jobs], name)
-            for setup, variant in jobs:
-                table.measure(setup, name, variant)
+            for setup, lacking in jobs:
+                table.measure(setup, name, lacking)
             table.delete_files(name)
     except OutOfTimeError:
         print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
