@@ -316,7 +316,7 @@ class ModelGraphs:
         failures: why a call is not captured.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many replays were compared; `differences`: how many of them differed.
-        _cost: seconds of the last capture, until its check.
+        _costs: seconds of each capture, until its check.
         _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
     """
 
@@ -330,7 +330,7 @@ class ModelGraphs:
     is_check_due: bool = False
     checks: int = 0
     differences: int = 0
-    _cost: float = 0.0
+    _costs: dict[Hashable, float] = field(default_factory=dict)
     _pool: object = None
     _functions_of_failures: dict[Hashable, list | None] = field(default_factory=dict)
     _never_replayed: set[Hashable] = field(default_factory=set)
@@ -367,7 +367,7 @@ class ModelGraphs:
         ran_uncompiled: Callable[[], bool] = lambda: False,
         lacks_trace: Callable[[], bool] = lambda: False,
         is_compiling: Callable[[], bool] = lambda: False,
-        pays: Callable[[float, float], bool] | None = None,
+        pays: Callable[[float, float], None] | None = None,
     ) -> object:
         """Replay, capture or run the call, see the module.
 
@@ -380,8 +380,8 @@ class ModelGraphs:
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
                 allowed to begin.
             is_compiling: whether code is being made for the model; a plain call may run that code before `code` changes.
-            pays: whether graphs pay whose capture, with its check, takes so many seconds, and each replay so many fewer than a
-                plain call; asked once for each capture. None: they do.
+            pays: told once for each capture how many seconds it has taken with its check, and how many fewer each replay takes
+                than a plain call. None: nobody asks.
         """
         self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
@@ -404,14 +404,22 @@ class ModelGraphs:
                             began = seconds_when_done(device)
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                             self.is_check_due = True
-                            self._cost = seconds_when_done(device) - began if captured is not None else 0.0
+                            self._costs[key] = seconds_when_done(device) - began
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:
                     try:
                         replay = functools.partial(captured.replay, tensors)
                         run = functools.partial(forward, *args, **kwargs, **fixed)
-                        return self._checked(replay(), run, lambda: is_compiling() or code() != self.code, replay, pays)
+                        checks, has_other_code = self.checks, lambda: is_compiling() or code() != self.code
+                        result = self._checked(replay(), run, has_other_code)
+                        if self.differences:  # the model gets no graphs any more; while this one is held, nothing is given back
+                            captured = None
+                            del replay
+                            self.drop()
+                        elif pays is not None and self.checks > checks and key in self._costs:
+                            self._judge(self._costs.pop(key), run, replay, pays)
+                        return result
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
@@ -428,31 +436,17 @@ class ModelGraphs:
             _remember(self.seen, key, _without_data(result))
         return result
 
-    def _checked(
-        self,
-        replayed: object,
-        run: Callable[[], object],
-        has_other_code: Callable[[], bool],
-        replay: Callable[[], object],
-        pays: Callable[[float, float], bool] | None,
-    ) -> object:
-        """The replayed result; if a check is due and finds a difference, the result of the plain call `run`. The first check
-        after a capture also tells what a replay saves.
+    def _checked(self, replayed: object, run: Callable[[], object], has_other_code: Callable[[], bool]) -> object:
+        """The replayed result; if a check is due and finds a difference, the result of the plain call `run`.
 
         Args:
             has_other_code: whether a plain call may run compiled code where the graph has uncompiled operators.
-            replay: replays once more; the first replay of a graph takes longer.
-            pays: see `call`.
         """
         if not self.is_check_due or has_other_code():
             return replayed
-        device = self.model.device
         try:
-            # The replay has drawn this call's random numbers; the plain call must not advance the generators again.
-            with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-                expected, plain = _timed(run, device)
-                cost, self._cost = self._cost, 0.0
-                keeps = not cost or pays is None or pays(cost + plain, plain - _timed(replay, device)[1])
+            with self._own_random_numbers():
+                expected = run()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -463,13 +457,29 @@ class ModelGraphs:
         self.is_check_due = False
         self.checks += 1
         if not _differ(replayed, expected):
-            if not keeps:
-                self.drop()
             return replayed
         self.differences += 1
-        self.drop()
         logger.warning("a CUDA graph gave another result than the model itself: CUDA graphs are off for this model")
         return expected
+
+    def _judge(
+        self, cost: float, run: Callable[[], object], replay: Callable[[], object], pays: Callable[[float, float], None]
+    ) -> None:
+        """Tell `pays` what a replay saves, right after a check: the first plain call after a capture allocates anew, and the
+        first replay of a graph takes longer, too."""
+        try:
+            with self._own_random_numbers():
+                plain, replayed = (_seconds_of(call, self.model.device) for call in (run, replay))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return
+        pays(cost + 2 * plain, plain - replayed)
+
+    def _own_random_numbers(self) -> AbstractContextManager[None]:
+        """A replay has drawn the random numbers of its call; what runs in this context must not draw them again."""
+        device = self.model.device
+        return torch.random.fork_rng([device] if device is not None and device.type == "cuda" else [])
 
     def _drop_if_code_is_new(self, code: Hashable) -> None:
         if code != self.code:
@@ -481,6 +491,7 @@ class ModelGraphs:
         if self.graphs:
             self.graphs.clear()
             self._never_replayed.clear()
+            self._costs.clear()
             give_back(self.model.device)
 
     def _make_room(self) -> None:
@@ -570,12 +581,12 @@ class ModelGraphs:
         _remember(self._functions_of_failures, key, self.model.functions)
 
 
-def _timed(run: Callable[[], object], device: torch.device | None) -> tuple[object, float]:
-    """A result, and the seconds until the device has made it."""
+def _seconds_of(run: Callable[[], object], device: torch.device | None) -> float:
+    """Seconds until the device has done it."""
     device = device or torch.device("cpu")
     began = seconds_when_done(device)
-    result = run()
-    return result, seconds_when_done(device) - began
+    run()
+    return seconds_when_done(device) - began
 
 
 def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:

@@ -68,10 +68,10 @@ class Way(enum.Enum):
 def way_of_call(
     settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: Notes
 ) -> Way:
-    """Choose how a call runs; `notes` gets why wanted graphs are impossible. `size`: numbers in the latent."""
+    """Choose how a call runs; `notes` gets why graphs that would pay are impossible. `size`: numbers in the latent."""
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
-        if obstacle and settings.wants_graphs:
+        if obstacle and (settings.wants_graphs or has_convolutions(network)):
             notes.add(obstacle)
         if graphs_of(network).graphs:  # captured under another setting
             graphs_of(network).drop()
@@ -134,18 +134,21 @@ class Payoff:
 
     Args:
         pay_to: they do up to this size of a latent; `not_from`: from this size on the GPU is busy enough without them.
+        saved_to: up to this size a capture in this process was soon saved back; `refused_from`: from this size on one was not.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
         backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
     """
 
     pay_to: float = 0
     not_from: float = math.inf
+    saved_to: float = 0
+    refused_from: float = math.inf
     ran: dict[int, int] = field(default_factory=dict)
     backlogs: dict[int, list[float]] = field(default_factory=dict)
 
     def pays(self, size: int) -> bool | None:
         """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
-        if size >= self.not_from:
+        if size >= min(self.not_from, self.refused_from):
             return False
         return size <= self.pay_to or None
 
@@ -207,28 +210,25 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
         "seem to pay" if seem_to_pay else "would not pay",
         100 * backlog,
     )
-    _keep(network, payoff)
-    return result
-
-
-def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], bool] | None:
-    """What tells by a capture whether graphs pay at this size, see `ModelGraphs.call`; None where they do in any case."""
-    is_asked = not settings.wants_graphs and not has_convolutions(network)
-    return functools.partial(_pay, network, size) if is_asked else None
-
-
-def _pay(network: nn.Module, size: int, cost: float, saved: float) -> bool:
-    if saved * CALLS_TO_PAY >= cost:
-        return True
-    payoff = payoff_of(network)
-    payoff.pay_to, payoff.not_from = 0, min(payoff.not_from, SMALLER * size)
-    text = "%s: CUDA graphs do not pay: to capture one takes %.2f s, and a replay saves %.3f s"
-    logger.info(text, type(network).__name__, cost, saved)
-    _keep(network, payoff)
-    return False
-
-
-def _keep(network: nn.Module, payoff: Payoff) -> None:
     cache = current()
     if cache is not None:
         cache.remember(name_of(network), {"graphs pay": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
+    return result
+
+
+def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], None] | None:
+    """What is told what a capture has cost and saves at this size, see `ModelGraphs.call`; None where nothing depends on it."""
+    is_asked = not settings.wants_graphs and not has_convolutions(network) and size > payoff_of(network).saved_to
+    return functools.partial(_judge, network, size) if is_asked else None
+
+
+def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
+    """Believe one capture that pays, and do without graphs in this process after one that does not: it may have been measured
+    on a busy machine."""
+    payoff = payoff_of(network)
+    if saved * CALLS_TO_PAY >= cost:
+        payoff.saved_to = size
+        return
+    payoff.pay_to, payoff.refused_from = payoff.saved_to, SMALLER * size
+    text = "%s: CUDA graphs do not pay: to capture one takes %.2f s, and a replay saves %.3f s"
+    logger.info(text, type(network).__name__, cost, saved)

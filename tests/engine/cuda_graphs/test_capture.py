@@ -1,5 +1,7 @@
 """Which calls are captured, and what happens when a capture or a replay fails; no GPU takes part."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -235,6 +237,21 @@ def test_a_replay_is_compared_with_a_plain_call_after_its_capture(graphs, monkey
         graphs.is_check_due = True
         call()
         assert len(calls) == 3 and graphs.checks == 2
+
+
+def test_memory_of_a_wrong_graph_is_given_back_when_nothing_holds_it(engine, graphs, monkeypatch):
+    """Else the driver keeps it for good."""
+    held, are_gone = [], []
+
+    def replay(self, _tensors):
+        held.append(weakref.ref(self))
+        return torch.zeros(4)
+
+    monkeypatch.setattr(Replaying, "replay", replay)
+    monkeypatch.setattr(engine("cuda_graphs.capture"), "give_back", lambda _device: are_gone.append(held[0]() is None))
+    for _ in range(2):
+        assert graphs.call("key", lambda _x: torch.ones(4), (torch.ones(2),), {}, {}).all()
+    assert graphs.differences == 1 and are_gone == [True]
 
 
 @pytest.mark.parametrize("arrives", ["before the plain call", "in it"])
