@@ -271,11 +271,13 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     assert "another node" in no_graphs(torch.device("cuda"))
 
 
-def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, monkeypatch):
+@pytest.mark.parametrize("mode", ["auto", "reduce-overhead"])
+def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, monkeypatch, mode):
     monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
-    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+    monkeypatch.setattr(engine("settings").CompileSettings, "may_have_graphs", True)
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", mode != "auto")
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
-    settings = compile_settings(engine, mode="reduce-overhead", compile_when="before first image")
+    settings = compile_settings(engine, mode=mode, compile_when="before first image")
     compiled = engine("host.model.attach").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
