@@ -100,7 +100,7 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
 def _checked(path: Path, file: BinaryIO) -> bytes:
     """What is in a file, less its digest."""
     if (who := _others_who_could_write(path, file)) is not None:
-        cure = f"run: chown $(id -u) '{path}' && chmod go-w '{path}'"
+        cure = f"run, if need be with sudo: chown {os.geteuid()} '{path}' && chmod go-w '{path}'"
         raise CacheFileError(f"{path} is not loaded: {who} could have written it. If it is as you have put it there, {cure}")
     if file.read(len(FORMAT)) != FORMAT:
         raise CacheFileError(

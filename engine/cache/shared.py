@@ -153,7 +153,8 @@ def _read(variable: str, folder: Path) -> bytes:
         status = file.stat()
         if hasattr(os, "geteuid") and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
             mode = stat.filemode(status.st_mode)
-            raise SharedCacheOff(f"others may read or write {file} ({mode}). Close it with: chmod 600 {file}")
+            cure = f"Make it yours alone, if need be with sudo: chown {os.geteuid()} {file} && chmod 600 {file}"
+            raise SharedCacheOff(f"others may read or write {file} ({mode}, uid {status.st_uid}). {cure}")
         text = file.read_bytes().strip()
     return text
 

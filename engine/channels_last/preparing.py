@@ -25,18 +25,24 @@ def kernels() -> Any:
     return kernels
 
 
+MOST_TRIES = 3
+
+
 class _NormKernels:
     """Triton compiles a kernel when it first runs: `prepare` runs all of them on the worker, where no call waits."""
 
     def __init__(self) -> None:
         self.ready = False
-        self._is_queued = False
+        self._job: Job | None = None
+        self._tries = 0
 
     def prepare(self, device: torch.device) -> None:
-        """Once in the life of a process: the worker itself tries a job again that lacks memory."""
-        if not self._is_queued and not self.ready and not is_capturing(device):
-            self._is_queued = True
-            compiler.submit(Job(weakref.ref(self), functools.partial(self._make, device), device))
+        tried = self._job is not None and (not self._job.over or self._tries == MOST_TRIES)
+        if tried or self.ready or is_capturing(device):
+            return
+        self._tries += 1
+        self._job = Job(weakref.ref(self), functools.partial(self._make, device), device)
+        compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
         with yielding():  # seconds, in which other threads may capture

@@ -241,7 +241,7 @@ class ModelCode:
         _recent.pop(key, None)
         _recent[key] = group  # newest last
         for oldest in list(_recent)[:-MOST_RECENT]:
-            del _recent[oldest]
+            _recent.pop(oldest, None)  # another GPU's thread may have
         return group
 
     def _given_up(self, group: BlockGroup, state: BlockState, kind: tuple) -> BlockGroup:

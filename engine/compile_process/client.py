@@ -252,7 +252,7 @@ class CompileProcess:
     def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
         """Ask no process for `seconds`; raises what `check` does."""
         if error is Unavailable or patient:
-            meanwhile = "code is compiled before the first image" if error is Unavailable else "blocks run uncompiled"
+            meanwhile = "code is compiled in the step that needs it" if error is Unavailable else "blocks run uncompiled"
             again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
             logger.warning("%s: %s%s", meanwhile, reason, again)
         if self.refusal is None or self.refusal.until < math.inf:

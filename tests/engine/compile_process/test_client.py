@@ -528,7 +528,7 @@ def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(pr
     net.wait()
     why = process.now.refusal.reason
     assert "ended with 7" in why and is_compiled(net) and why_inline(net) == [why]
-    assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records if "in the step that needs it" in r.getMessage()] == [logging.WARNING]
     monkeypatch.setattr(sys, "executable", PYTHON)
     process.now.refusal = dataclasses.replace(process.now.refusal, until=0.0)  # ten minutes later
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
@@ -548,7 +548,7 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     assert is_compiled(net) and why_inline(net) == [process.now.refusal.reason]
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     assert not other(X)[1]
-    assert caplog.text.count("before the first image") == 1
+    assert caplog.text.count("in the step that needs it") == 1
 
 
 def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(engine, process, monkeypatch):
