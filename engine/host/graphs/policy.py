@@ -38,6 +38,8 @@ MEASURED_CALLS = 3
 # A capture has to be saved back within so many calls: a LoRA, a size or a prompt length that has changed needs another one. For
 # Flux on H200s whose processors are slow it took 0.4 to 0.8 s, and a replay saved 0.003 to 0.017 s a call.
 CALLS_TO_PAY = 40
+# What takes longer than so many times that is kept on disk: a busy machine makes a capture take some times as long.
+FAR_FROM = 3
 # The GPU's time grows with the size, the CPU's does not: what does not pay for one size may for one so much smaller.
 SMALLER = 0.9
 
@@ -210,10 +212,14 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
         "seem to pay" if seem_to_pay else "would not pay",
         100 * backlog,
     )
+    _keep(network, payoff)
+    return result
+
+
+def _keep(network: nn.Module, payoff: Payoff) -> None:
     cache = current()
     if cache is not None:
         cache.remember(name_of(network), {"graphs pay": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
-    return result
 
 
 def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], None] | None:
@@ -223,12 +229,15 @@ def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Calla
 
 
 def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
-    """Believe one capture that pays, and do without graphs in this process after one that does not: it may have been measured
-    on a busy machine."""
+    """Believe one capture that pays. After one that does not there are no graphs in this process, and in later ones if it was
+    far from it: on a busy machine it may have been the first of many."""
     payoff = payoff_of(network)
     if saved * CALLS_TO_PAY >= cost:
         payoff.saved_to = size
         return
     payoff.pay_to, payoff.refused_from = payoff.saved_to, SMALLER * size
+    if saved * FAR_FROM * CALLS_TO_PAY < cost and not payoff.saved_to:
+        payoff.not_from = min(payoff.not_from, payoff.refused_from)
+        _keep(network, payoff)
     text = "%s: CUDA graphs do not pay: to capture one takes %.2f s, and a replay saves %.3f s"
     logger.info(text, type(network).__name__, cost, saved)

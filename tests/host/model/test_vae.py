@@ -316,17 +316,17 @@ def test_a_vae_that_nobody_uses_is_freed_at_once(engine, kernels, clock, then_pl
         gc.enable()
 
 
-def test_kernels_that_could_not_be_made_are_not_tried_again(engine, monkeypatch):
+def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine, monkeypatch):
     norm = engine("channels_last.preparing")
     kernels, asked = norm._NormKernels(), []
     monkeypatch.setattr(norm.compiler, "submit", lambda job: (asked.append(1), setattr(job, "over", True)))
-    for _ in range(2):
+    for _ in range(5):
         kernels.prepare(torch.device("cpu"))
-    assert len(asked) == 1
+    assert len(asked) == norm.MOST_TRIES
     kernels = norm._NormKernels()
     kernels.ready = True
     kernels.prepare(torch.device("cpu"))
-    assert len(asked) == 1
+    assert len(asked) == norm.MOST_TRIES
 
 
 def test_no_thread_is_begun_where_none_may_be(engine, kernels, monkeypatch):
