@@ -149,8 +149,8 @@ def lower_here(engine, name):
     traced_graph.LOWERERS[name] = lower
 
 
-# By backend of PyTorch's and what is written down of a graph, its code and guards. Tests have the same few models, and to read a
-# graph takes half as long as to trace it.
+# By backend of PyTorch's and what is written down of a graph: its code and guards. Tests have the same few models, and to read
+# a graph takes half as long as to trace it.
 _lowered: dict[tuple[str, str], tuple] = {}
 
 

@@ -60,7 +60,7 @@ class Forks:
                 environment = more[5]
                 if not forks.can_start(args, environment or {}):
                     return super()._execute_child(args, *more)
-                stdin, to_child, from_child, stdout, errors, stderr = more[9:15]
+                stdin, stdout, stderr = more[9], more[12], more[14]
                 self.pid = forks.fork(args[-1], environment, [stdin, stdout, stderr])
                 self._child_created = True
                 for fd in (stdin, stdout, stderr):
