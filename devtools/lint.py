@@ -50,6 +50,7 @@ def run_step(step, root=ROOT):
     started = time.monotonic()
     # A cache of mypy or ruff stays in the checkout, which is what makes the second run short.
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each step compiles what it imports
     done = subprocess.run(
         step.command, cwd=root, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
     )

@@ -56,7 +56,7 @@ class Page:
     """
 
     def __init__(self, browser, server):
-        self.server, self.errors, self.locale = server, [], None
+        self.server, self.errors, self.settings = server, [], {}
         self.context = browser.new_context(viewport={"width": 1400, "height": 850}, reduced_motion="reduce")
         self.context.add_init_script(FEW_FRAMES)
         self.context.add_init_script(CLASSIC_DRAWS)
@@ -65,15 +65,19 @@ class Page:
         self.window.set_default_timeout(60_000)
 
     def open(self, **settings):
-        """(Re)load it, with these of ComfyUI's settings, until what was open before has come back."""
-        self.locale = settings.get("Locale", self.locale)
-        for name, value in settings.items():
+        """(Re)load it, with these of ComfyUI's settings and those of before, until what was open before has come back."""
+        self.settings |= settings
+        for name, value in self.settings.items():
             self.server.post(f"/settings/Comfy.{name}", value)
         self.window.goto(self.server.url, wait_until="domcontentloaded")
         self.until("() => window.app?.graph && app.canvas && app.extensionManager")
         self.until("() => app.extensionManager.workflow.activeWorkflow && !app.extensionManager.spinner")
         self.window.evaluate(HELPERS)
         return self
+
+    @property
+    def locale(self):
+        return self.settings.get("Locale")
 
     def tidy(self):
         """Close what an earlier test has left open."""

@@ -121,22 +121,37 @@ def eager_blocks(code):
 
 def lower_here(engine, name):
     """Have the worker thread lower graphs of a backend, as the compile process does those of inductor: from what is written
-    down of them, with settings that hold there. No C++ is compiled."""
+    down of them, with settings that hold there. No C++ is compiled. See `_lowered`."""
     traced_graph, wire = engine("compile.traced_graph"), engine("compile_process.wire")
     settings = engine("compile_process.lowering_settings")
 
-    def lower(request, _block, _patient):
-        described = json.loads(request.text)
+    def anew(text, backend):
+        described = json.loads(text)
         with engine("inductor.kitchen").products_as_operators():
             graph, inputs, mode = wire.loads(described["graph"])
             functions = settings.cacheable_functions(graph)
             with torch._inductor.config.patch(unsafe_marked_cacheable_functions=functions, freezing=False):
                 torch._functorch._aot_autograd.autograd_cache.check_cacheable(graph)  # else it could not be sent back
             with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
-                code = torch._dynamo.lookup_backend(name)(graph, list(inputs))
-        return code, engine("compile_process.artefact").Code(b"", wire.guards_of(inputs, mode))
+                code = backend(graph, list(inputs))
+        return code, wire.guards_of(inputs, mode)
+
+    def lower(request, _block, _patient):
+        backend = torch._dynamo.lookup_backend(name)
+        if not backend.__module__.startswith("torch."):  # a test's, which is called for each graph
+            code, guards = anew(request.text, backend)
+        else:
+            if (name, request.text) not in _lowered:
+                _lowered[name, request.text] = anew(request.text, backend)
+            code, guards = _lowered[name, request.text]
+        return code, engine("compile_process.artefact").Code(b"", guards)
 
     traced_graph.LOWERERS[name] = lower
+
+
+# By backend of PyTorch's and what is written down of a graph: its code and guards. Tests have the same few models, and to read
+# a graph takes half as long as to trace it.
+_lowered: dict[tuple[str, str], tuple] = {}
 
 
 def prebuild_command():

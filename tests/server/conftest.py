@@ -1,4 +1,4 @@
-"""The page for tests in a browser: one for each renderer in a module, since to load it takes five seconds."""
+"""The page for tests in a browser: one for each renderer, since to load it takes five seconds of a core."""
 
 import itertools
 
@@ -11,26 +11,54 @@ RENDERERS = {"classic": False, "nodes 2.0": True}
 _takes = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Not for the session: while it lasts, its event loop runs on this thread, and no other can (`asyncio.run`)."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield chromium
-        chromium.close()
+class Browser:
+    """Chromium, and a page for each renderer; open from the first test that asks for a page until one comes that asks for none.
+
+    Not for the session: while it lasts, Playwright's event loop runs on this thread, and no other can (`asyncio.run`).
+    """
+
+    def __init__(self):
+        self._playwright = self._chromium = None
+        self._pages = {}
+
+    def page(self, renderer, server):
+        if self._playwright is None:
+            self._playwright = pytest.importorskip("playwright.sync_api").sync_playwright().start()
+        if self._chromium is None:
+            arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            self._chromium = self._playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        if renderer not in self._pages:
+            found = self._pages[renderer] = Page(self._chromium, server)
+            found.open(**{"VueNodes.Enabled": RENDERERS[renderer], "Locale": "en", "TutorialCompleted": True})
+        return self._pages[renderer]
+
+    def close(self):
+        if self._playwright is None:
+            return
+        try:
+            for page in self._pages.values():
+                page.server.post("/settings/Comfy.Locale", "en")
+                page.context.close()
+            if self._chromium is not None:
+                self._chromium.close()
+        finally:
+            self._playwright.stop()
+            self.__init__()
+
+
+_browser = Browser()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or "opened" not in nextitem.fixturenames:
+        _browser.close()
 
 
 @pytest.fixture(scope="module")
-def opened(request, browser, server):
-    """One page for all tests of a module that look at the same renderer."""
-    settings = {"VueNodes.Enabled": RENDERERS[request.param], "Locale": "en", "TutorialCompleted": True}
-    found = Page(browser, server).open(**settings)
-    yield found
-    found.context.close()
-    server.post("/settings/Comfy.Locale", "en")
+def opened(request, server):
+    """The page of a renderer, as the tests before have left it."""
+    return _browser.page(request.param, server)
 
 
 @pytest.fixture
@@ -60,7 +88,9 @@ def _in(request, page, locale):
 
 @pytest.fixture
 def prompt(server):
-    """The shipped workflow, small, with a setting of its own: the server runs nothing twice, and shares no code."""
+    """The shipped workflow, small, with a setting of its own: the server runs nothing twice, and shares no code. One kind of
+    block is compiled, since the server takes a second of a core to trace the other."""
     shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
     small = prompts.shrink(shipped, width=128, height=128, steps=4)
-    return prompts.change(small, prompts.MODEL_NODE, backend="eager", cache_limit=20 + next(_takes))
+    settings = {"backend": "eager", "only_blocks": "single_blocks.*", "cache_limit": 20 + next(_takes)}
+    return prompts.change(small, prompts.MODEL_NODE, **settings)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from unittest.mock import Mock, call, mock_open
 
@@ -19,6 +20,7 @@ import torch
 from support import CompiledNet, Net
 
 sys.path.append(str(Path(__file__).parent))
+from forked import Forks
 from misbehaving import Told
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -85,10 +87,23 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def shared(engine, tmp_path_factory):
+def forks():
+    """In the place of the module `subprocess` that the client has, where processes can be forked."""
+    if sys.platform != "linux":
+        yield subprocess
+        return
+    started = Forks({**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_WORKER_START": "fork"})
+    yield types.SimpleNamespace(**{**vars(subprocess), "Popen": started.Popen})
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def shared(engine, tmp_path_factory, forks):
     process = Process(engine, tmp_path_factory.mktemp("orders"))
     process.end()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.client, "subprocess", forks)
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         patch.setattr(process.now, "modules", lambda: ["misbehaving"])
         patch.setenv("ORDERS", str(process.folder))
         yield process

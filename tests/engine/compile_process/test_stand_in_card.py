@@ -24,20 +24,37 @@ H100, RTX_4090 = (prebuild_command().known_cards()[name] for name in ("h100", "r
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
 
 
-@pytest.fixture
-def process(engine, monkeypatch):
-    """The compile process, to which cards are described; and what is asked of the driver is answered."""
-    client, stand_in_card = engine("compile_process.client"), engine("torch_compat.stand_in_card")
-    client.compile_process.stop()
-    client.compile_process.refusal = None
-    cards = []
-    monkeypatch.setattr(stand_in_card, "describe", lambda: cards)
+def stop(engine):
+    compile_process = engine("compile_process.client").compile_process
+    compile_process.stop()
+    compile_process.refusal = None
+
+
+def described(engine, monkeypatch, cards):
+    """The compile process, to which these cards are described; and what is asked of the driver is answered."""
+    monkeypatch.setattr(engine("torch_compat.stand_in_card"), "describe", lambda: cards)
     # What lowering_settings notes of the card of a graph.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: cards[0]["name"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (cards[0]["major"], cards[0]["minor"]))
-    yield client.compile_process, cards
-    client.compile_process.stop()
-    client.compile_process.refusal = None
+    return engine("compile_process.client").compile_process
+
+
+@pytest.fixture
+def process(engine, monkeypatch):
+    """A new process, and the cards that it will be told of."""
+    stop(engine)
+    cards = []
+    yield described(engine, monkeypatch, cards), cards
+    stop(engine)
+
+
+@pytest.fixture(scope="class")
+def of_h100(engine):
+    """One for all tests of a class, to which an H100 is described."""
+    stop(engine)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield described(engine, monkeypatch, [H100])
+    stop(engine)
 
 
 class Block(nn.Module):
@@ -67,10 +84,7 @@ def request_of(engine, options, block=None, *weights, shape=(2, 128, 256)):
     return request
 
 
-@pytest.mark.parametrize(("card", "architecture"), [(H100, 90), (RTX_4090, 89)], ids=["H100", "RTX 4090"])
-def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatch, card, architecture):
-    compile_process, cards = process
-    cards.append(card)
+def check_kernels(engine, compile_process, monkeypatch, architecture):
     monkeypatch.setattr(engine("torch_compat.attention"), "kernel_for", lambda _node, _enabled: "flash_attention")
     request = request_of(engine, engine("settings").CompileSettings().inductor_options())
     assert "attention.flash_attention" in request.text
@@ -82,6 +96,13 @@ def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatc
         assert architecture in flags, flags
     assert b"_scaled_dot_product_flash_attention" in artefact
     assert not compile_process._running.sees_cards
+
+
+def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatch):
+    """Those for an H100: below."""
+    compile_process, cards = process
+    cards.append(RTX_4090)
+    check_kernels(engine, compile_process, monkeypatch, 89)
 
 
 class Quantised(nn.Module):
@@ -99,19 +120,6 @@ class Quantised(nn.Module):
         return x + nn.functional.linear(self.tensors.QuantizedTensor.from_float(x.view(-1, 256), self.layout), weight).view(
             x.shape
         )
-
-
-def test_a_graph_with_functions_of_the_hosts_kernels_comes_back(engine, process):
-    """Scaled fp8: PyTorch by itself serialises no graph that makes a tensor of comfy-kitchen's."""
-    tensors = pytest.importorskip("comfy_kitchen.tensor")
-    compile_process, cards = process
-    cards.append(H100)
-    layout = "TensorCoreFP8Layout"
-    request = request_of(engine, {}, Quantised(layout, tensors), ((256, 256), torch.float8_e4m3fn), ((), torch.float32))
-    assert "comfy_kitchen.tensor.fp8" in request.text
-    artefact = compile_process.lower(request.text, measures=request.measures).artefact
-    assert b"\x7fELF" in artefact and b"scaled_mm" in artefact
-    assert not compile_process._running.sees_cards
 
 
 # Its driver is a stand-in, which says of each kernel that it uses so many registers.
@@ -141,27 +149,44 @@ class Rows(nn.Module):
         return nn.functional.softmax(x, -1) * weight.sum() + scale.sum()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver's stand-in is for machines without one")
-@pytest.mark.parametrize("lacks", ["a compiler", "Triton"])
-def test_code_is_loaded_without_a_compiler_but_not_without_triton(engine, process, monkeypatch, tmp_path, lacks):
-    compile_process, cards = process
-    cards.append(H100)
-    options = engine("settings").CompileSettings().inductor_options()
-    request = request_of(
-        engine, options, Rows(), ((256, 256), torch.bfloat16), ((256,), torch.bfloat16), shape=(8, 4096, 40000)
-    )
-    artefact = tmp_path / "artefact"
-    artefact.write_bytes(compile_process.lower(request.text, measures=request.measures).packed({}))
-    (tmp_path / "packages").mkdir()
-    if lacks == "Triton":
-        (tmp_path / "packages" / "triton.py").write_text("raise ImportError('no triton here')")
-    paths = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "packages"), "CC": "", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", LOADS, str(ROOT), str(artefact)]
-    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
-    if lacks == "Triton":
-        assert "no triton here" in done.stderr.splitlines()[-1]
-    else:
-        assert done.returncode == 0, done.stderr
+class TestOnAnH100:
+    def test_kernels_are_for_the_card_that_was_described(self, engine, of_h100, monkeypatch):
+        check_kernels(engine, of_h100, monkeypatch, 90)
+
+    def test_a_graph_with_functions_of_the_hosts_kernels_comes_back(self, engine, of_h100):
+        """Scaled fp8: PyTorch by itself serialises no graph that makes a tensor of comfy-kitchen's."""
+        tensors = pytest.importorskip("comfy_kitchen.tensor")
+        layout = "TensorCoreFP8Layout"
+        request = request_of(engine, {}, Quantised(layout, tensors), ((256, 256), torch.float8_e4m3fn), ((), torch.float32))
+        assert "comfy_kitchen.tensor.fp8" in request.text
+        artefact = of_h100.lower(request.text, measures=request.measures).artefact
+        assert b"\x7fELF" in artefact and b"scaled_mm" in artefact
+        assert not of_h100._running.sees_cards
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def artefact(cls, engine, of_h100, tmp_path_factory):
+        """A file of code that was made without the card."""
+        options, weights = engine("settings").CompileSettings().inductor_options(), ((256, 256), (256,))
+        weights = [(shape, torch.bfloat16) for shape in weights]
+        request = request_of(engine, options, Rows(), *weights, shape=(8, 4096, 40000))
+        file = tmp_path_factory.mktemp("artefact") / "artefact"
+        file.write_bytes(of_h100.lower(request.text, measures=request.measures).packed({}))
+        return file
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver's stand-in is for machines without one")
+    @pytest.mark.parametrize("lacks", ["a compiler", "Triton"])
+    def test_code_is_loaded_without_a_compiler_but_not_without_triton(self, artefact, tmp_path, lacks):
+        (tmp_path / "packages").mkdir()
+        if lacks == "Triton":
+            (tmp_path / "packages" / "triton.py").write_text("raise ImportError('no triton here')")
+        paths = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "packages"), "CC": "", "HOME": str(tmp_path)}
+        command = [sys.executable, "-c", LOADS, str(ROOT), str(artefact)]
+        done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
+        if lacks == "Triton":
+            assert "no triton here" in done.stderr.splitlines()[-1]
+        else:
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("lacks", ["Triton", "what a setting asks a card for"])

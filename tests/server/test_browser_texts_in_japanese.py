@@ -1,4 +1,4 @@
-"""The page in Japanese shows Japanese. In a file that comes after those of the English page, as it is loaded anew."""
+"""The page in Japanese shows Japanese. In a file that comes after those of the English page, which is loaded anew for it."""
 
 import re
 
