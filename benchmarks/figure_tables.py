@@ -2,35 +2,11 @@
 
 from .results import NAMES, PRECISIONS, cell, lines_of, newest, ratio, rows, value_cell
 
-# Ways of holding the weights (kind of VRAM management, GiB free).
-HOLDING = {
-    ("legacy", 0.0): "dynamic VRAM off",
-    ("dynamic", 0.0): "dynamic VRAM",
-    ("dynamic", 14.0): "dynamic VRAM, 14 GiB free",
-    ("legacy", 14.0): "partial loading, 14 GiB free",
-}
 VAES = {
     "flux": "Flux, 1024x1024", "sdxl": "SDXL, 1024x1024", "qwen": "Qwen-Image, 1328x1328", "wan": "Wan 2.1, 832x480x33",
     "ltx": "LTX, 768x512x97", "hunyuan": "HunyuanVideo, 832x480x33",
 }  # fmt: skip
 KEPT = {True: "channels last", False: "as it was"}
-
-
-def low_vram_table() -> str:
-    steps, sources = rows("low-vram", "low_vram")
-    labels = ["eager", "core", "kjnodes", "ours, same attention", "ours"]
-    lines = []
-    for vram in ("dynamic", "legacy"):
-        for free in sorted({r["free_gib"] for r in steps if r["vram"] == vram}, key=lambda f: -f or -1e9):
-            here = {r["variant"]: r for r in steps if r["vram"] == vram and r["free_gib"] == free}
-            cells = [cell(here.get(label), here.get("eager")) for label in labels]
-            counts = [
-                f"{r.get('graphs', '-')}, {r.get('breaks', '-')}" if (r := here.get(label)) else "-"
-                for label in ("kjnodes", "ours")
-            ]
-            title = f"{'all' if not free else f'{free:g} GiB'}{', partial loading' if vram == 'legacy' else ''}"
-            lines.append(f"| {title} | " + " | ".join([*cells, *counts]) + " |")
-    return lines_of(["free VRAM", *labels, "graphs, breaks: KJNodes", "ours"], lines, sources)
 
 
 def prebuilt_table() -> str:

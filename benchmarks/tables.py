@@ -31,6 +31,7 @@ INLINE = {
     "vram": session_tables.more_vram,
     "without dynamic vram": session_tables.without_dynamic_vram,
     "second worker": session_tables.second_worker,
+    "little vram": session_tables.with_little_vram,
     "recorded": session_tables.recorded_where,
 }
 README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
@@ -40,7 +41,6 @@ MEASUREMENTS = {
     "table": session_tables.table_table,
     "sessions": session_tables.sessions_table,
     "prompts": session_tables.prompts_table,
-    "low vram": figure_tables.low_vram_table,
     "soak": figure_tables.soak_table,
     "vae": figure_tables.vae_table,
     "controlnet": figure_tables.controlnet_table,
