@@ -234,7 +234,7 @@ def gains_table() -> str:
     measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
     if not measured:
         return ""
-    variants, digits = ("eager", "kjnodes", "ours"), _digits(measured)
+    variants, digits = [v for v in _variants(measured) if v != "kjnodes_static"], _digits(measured)
     lines = []
     for setup, of in measured:
         cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
