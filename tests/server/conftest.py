@@ -1,5 +1,6 @@
 """The page for tests in a browser: one for each renderer, since to load it takes five seconds of a core."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -37,7 +38,8 @@ class Browser:
             return
         try:
             for page in self._pages.values():
-                page.server.post("/settings/Comfy.Locale", "en")
+                with contextlib.suppress(OSError):  # at the session's end the server is gone
+                    page.server.post("/settings/Comfy.Locale", "en")
                 page.context.close()
             if self._chromium is not None:
                 self._chromium.close()
