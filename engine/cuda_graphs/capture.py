@@ -404,7 +404,7 @@ class ModelGraphs:
                             began = seconds_when_done(device)
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                             self.is_check_due = True
-                            self._costs[key] = seconds_when_done(device) - began
+                            _remember(self._costs, key, seconds_when_done(device) - began)
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:

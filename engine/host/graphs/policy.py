@@ -67,9 +67,7 @@ class Way(enum.Enum):
     COMPILED = enum.auto()  # block by block
 
 
-def way_of_call(
-    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: Notes
-) -> Way:
+def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.device, size: int, notes: Notes) -> Way:
     """Choose how a call runs; `notes` gets why graphs that would pay are impossible. `size`: numbers in the latent."""
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:

@@ -65,7 +65,7 @@ class NetworkCalls:
                 if not always_replays(self.settings, network, loaded.device):
                     return eager(network, run)
         with traceable_casts(network), products_as_operators():
-            way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
+            way = way_of_call(self.settings, network, loaded.device, size, self.notes)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             if not call.waits and code.waits_for and not code.uncalled and self.settings.backend != "cudagraphs":
                 if way is Way.REPLAYED:

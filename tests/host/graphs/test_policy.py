@@ -159,7 +159,7 @@ def test_a_gpu_that_has_enough_to_do_needs_no_graphs(engine, monkeypatch, beside
     def call(network, size, launching=0.1, work=0.21):
         made = types.SimpleNamespace(ran=True, uncompiled=False)
         run = functools.partial(gpu.launch, launching, work)
-        way = policy.way_of_call(settings, network, device, size, made, policy.Notes())
+        way = policy.way_of_call(settings, network, device, size, policy.Notes())
         policy.measure(network, device, size, made, run) if way is policy.Way.MEASURED else run()
         gpu.now += 0.005
         return way
