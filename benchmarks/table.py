@@ -247,13 +247,16 @@ class Table(Bench):
         packs = [GGUF_PACK] if setup.weights == "gguf" else []
         with ExitStack() as stack:
 
-            def enter(variant: str) -> Contender:
-                server = stack.enter_context(self.paused(variant, arguments=OPTIONS[setup.option], packs=packs))
-                row = {**about, "variant": variant, "prompts": [], "server_start": round(server.seconds_to_start, 1)}
-                return Contender(setup, model, variant, server, row, _used() // len(variants))
+            def enter(variant: str) -> Server:
+                return stack.enter_context(self.paused(variant, arguments=OPTIONS[setup.option], packs=packs))
 
             with ThreadPoolExecutor() as together:
-                contenders = list(together.map(enter, variants))
+                servers = list(together.map(enter, variants))
+            held = _used() // len(servers)  # idle, they hold the same
+            contenders = []
+            for variant, server in zip(variants, servers, strict=True):
+                row = {**about, "variant": variant, "prompts": [], "server_start": round(server.seconds_to_start, 1)}
+                contenders.append(Contender(setup, model, variant, server, row, held))
             self.known["rows"] += [contender.row for contender in contenders]
             settled = TINY_SETTLED if self.options.tiny else SETTLED
             before_last = [functools.partial(self._run, name="settled", seed=2000 + n) for n in range(1, settled)]
