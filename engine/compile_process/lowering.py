@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import unpack_operator  # noqa: F401  registers what graphs call
 from ..failures.describe import describe_failure
 from ..inductor import backend
 from ..torch_compat import private

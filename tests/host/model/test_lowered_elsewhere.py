@@ -6,14 +6,18 @@ are eager's, and bit for bit those of code that was lowered here.
 
 import functools
 import importlib
+import os
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from patch_kinds import weights
+from patch_kinds import gguf_pack, weights
 from patching import Runs
 from support import relative_error, torch_settings, without_compile_process
+
+from devtools.commands import ROOT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -84,13 +88,21 @@ def loaded_as(format_name):
     return load
 
 
-# Model, its blocks, what loads it, the error against eager; INT8 rounds each activation to one of 255 steps.
+def packed(tiny):
+    patcher = tiny.build_patcher("flux")
+    gguf_pack.pack(patcher)
+    return patcher
+
+
+# Model, its blocks, what loads it, the error against eager; INT8 rounds each activation to one of 255 steps,
+# and on a CPU inductor unpacks without rounding to fp16 in between.
 CASES = {
     "flux, one kind": ("flux", "single_blocks.*", None, 1e-5),
     "flux": ("flux", "", None, 1e-5),
     "sdxl": ("sdxl", "middle_block.*", None, 1e-5),
     "fp8": ("flux", "single_blocks.*", loaded_as("float8_e4m3fn"), 1e-5),
     "int8": ("flux", "single_blocks.*", loaded_as("int8_tensorwise"), 0.02),
+    "packed": ("flux", "single_blocks.*", packed, 1e-3),
 }
 
 
@@ -131,6 +143,24 @@ def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, mo
     compiled = here.attach(here.patcher, compile_when="in background", **chosen)
     _first, image = here.run(compiled), here.run(compiled)
     assert set(lowered_here) == set(LOWERING) and torch.equal(image, result), "code that was lowered here"
+
+
+def operators():
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("torch_compile_kit::")}
+
+
+def test_the_compile_process_knows_each_operator_of_ours(engine):
+    for name in ("host.weights.unpacking", "compile_process.lowering"):
+        engine(name)
+    engine("inductor.kitchen").products_as_operators()
+    hello = {"pack": str(ROOT), "cards": [], "modules": list(engine("host.model.user_folder").REGISTERING)}
+    script = f"import torch, child; child.lowering_for({hello}).prepare(); print(*torch._C._dispatch_get_all_op_names())"
+    folders = (ROOT / "engine" / "compile_process", os.environ["COMFYUI_PATH"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    there = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert there.returncode == 0, there.stderr
+    assert "torch_compile_kit::unpack" in operators()
+    assert set(there.stdout.split()) >= operators()
 
 
 def test_what_is_counted_is_what_lowers(lowered_here):
