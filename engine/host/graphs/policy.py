@@ -237,5 +237,5 @@ def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
     if saved * FAR_FROM * CALLS_TO_PAY < cost and not payoff.saved_to:
         payoff.not_from = min(payoff.not_from, payoff.refused_from)
         _keep(network, payoff)
-    text = "%s: CUDA graphs do not pay: to capture one takes %.2f s, and a replay saves %.3f s"
+    text = "%s: CUDA graphs would not pay: to capture one takes %.2f s, and a replay saves %.3f s"
     logger.info(text, type(network).__name__, cost, saved)
