@@ -234,7 +234,7 @@ def gains_table() -> str:
     measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
     if not measured:
         return ""
-    variants, digits = [v for v in _variants(measured) if v != "kjnodes_static"], _digits(measured)
+    variants, digits = [v for v in _variants(measured) if all(v in of for _, of in measured)], _digits(measured)
     lines = []
     for setup, of in measured:
         cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
@@ -263,6 +263,13 @@ def gains_in_short() -> str:
         device = of["ours"]["device"]
         gains.append(f"{_setup_title(setup)} {before:.{n}f} → {after:.{n}f} s an image ({_gain(of)}) on one {device}")
     return ", ".join(gains)
+
+
+def gain_of_gguf() -> str:
+    """The README's: what a model packed as GGUF gains, and where."""
+    measured, _ = _measured()
+    of = next(of for setup, of in measured if setup.name == "flux-gguf")
+    return f"{_gain(of)} on one {of['ours']['device']}"
 
 
 def slowest_first() -> str:

@@ -26,6 +26,7 @@ INLINE = {
     "set-ups": lambda: str(len(compatibility.outcomes())),
     "measured": session_tables.where_measured,
     "in short": session_tables.gains_in_short,
+    "gguf": session_tables.gain_of_gguf,
     "slowest first": session_tables.slowest_first,
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
@@ -35,7 +36,12 @@ INLINE = {
     "recorded": session_tables.recorded_where,
 }
 README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
-FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}
+FIGURES = {
+    "table": session_tables.short_table,
+    "waited": session_tables.waited_note,
+    "ready": session_tables.ready_after,
+    "parts": figure_tables.parts_table,
+}
 GUIDE = {"recorded": session_tables.recorded_where}
 MEASUREMENTS = {
     "table": session_tables.table_table,
