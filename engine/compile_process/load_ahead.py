@@ -15,6 +15,7 @@ from ..background.thread import Job, compiler
 from ..cache.code_store import CodeStore, current
 from ..devices import gpu_locks
 from ..failures.describe import in_one_line
+from ..inductor import kitchen
 from ..log import logger
 from .artefact import Code
 from .inputs import Inputs
@@ -29,6 +30,7 @@ _ready: dict[str, tuple[Code, Callable]] = {}
 def load_ahead(store: CodeStore, goes_on: Callable[[], bool]) -> None:
     """Import what loading needs, and have the worker load the entries that were used last. `goes_on`: asked before each."""
     wait_for_imports()
+    kitchen.register()
     for name in [*store.entries()][:MOST]:
         if not goes_on():
             return

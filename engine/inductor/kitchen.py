@@ -7,6 +7,7 @@ While a graph is made, the registry returns an operator; when the operator runs,
 """
 
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +28,7 @@ except (ImportError, AttributeError):  # ComfyUI before it had quantised formats
 # Names of the argument that is the weight. The weight's rows are the output's channels.
 _WEIGHTS = ("weight", "qweight", "qdata")
 _operators: dict[str, Callable] = {}
+_lock = threading.Lock()
 _scope = SharedScope({"choose": attribute(BackendRegistry, "get_implementation")} if registry else {})
 
 
@@ -64,11 +66,17 @@ def _is_fake(x: torch.Tensor | None) -> bool:
     return type(x) is not torch.Tensor and private.detect_fake_mode((x,)) is not None
 
 
+def register() -> None:
+    """Make the operators, which lowered code calls."""
+    with _lock:
+        if registry is not None and not _operators:
+            _operators.update({name: operator for name in dir(eager) if "_linear" in name and (operator := _operator(name))})
+
+
 def products_as_operators() -> AbstractContextManager:
     """A context to make graphs in, with operators for these products, and to run them: Dynamo guards the registry's method."""
     # Another pack's replacement of the method stays in charge.
     if registry is None or BackendRegistry.get_implementation not in (_choose, _get_implementation):
         return nullcontext()
-    if not _operators:
-        _operators.update({name: operator for name in dir(eager) if "_linear" in name and (operator := _operator(name))})
+    register()
     return _scope.applied(choose=_get_implementation)
