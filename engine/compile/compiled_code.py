@@ -73,7 +73,7 @@ class BlockCode:
         ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
-        must_be_inline: why all its graphs must be lowered in the call that traces them.
+        must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
         _retries: by patches, how often their failure was reset; for no patches, since a lowering.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
@@ -96,7 +96,7 @@ class BlockCode:
     failures: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     limit_reached: bool = False
     why_inline: str | None = None
-    must_be_inline: str | None = None
+    must_be_inline: dict[str, str] = field(default_factory=dict)
     patches: tuple[str, ...] = ()
     breaks_alone: int = 0
     ran_uncompiled: bool = False
@@ -218,14 +218,9 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lower_in_call(self, version: int, for_good: str | None = None) -> None:
-        """Called on the worker when a graph must be lowered in the call that traces it: the next call traces the block again.
-
-        Args:
-            for_good: why this holds for all its graphs from now on; None: it may pass.
-        """
+    def lower_in_call(self, version: int) -> None:
+        """Called on the worker when a graph must be lowered in the call that traces it: the next call does that."""
         if version == self.version:
-            self.must_be_inline = for_good
             self.discard()
 
     def lowered_in_call(self, reason: str) -> None:

@@ -39,12 +39,11 @@ from torch import fx
 from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..compile_process import lowering_settings
-from ..compile_process.artefact import Code
+from ..compile_process.artefact import Code, LowerInline
 from ..compile_process.client import Unavailable, compile_process
 from ..compile_process.inputs import is_weight
 from ..compile_process.load_ahead import ready_for
 from ..compile_process.obtain import Request, holds, import_ahead, is_on_disk, load, obtain, request_for, wait_for_imports
-from ..compile_process.wire import LowerInline
 from ..devices import gpu_locks, is_capturing
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -113,13 +112,14 @@ def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
 def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, options: dict) -> Request:
     if name not in LOWERERS:
         raise LowerInline("only graphs for inductor go to the compile process")
-    if owner.must_be_inline is not None:
-        raise LowerInline(owner.must_be_inline)
     compile_process.check()
     if _has_varying_numbers(graph, inputs):
         raise LowerInline("a number in it varies")
     fakes = fakes_of(graph, inputs)
-    return request_for(graph, fakes, options, device_of(fakes))
+    request = request_for(graph, fakes, options, device_of(fakes))
+    if request.key in owner.must_be_inline:
+        raise LowerInline(owner.must_be_inline[request.key])
+    return request
 
 
 def fakes_of(graph: fx.GraphModule, inputs: list) -> list:
@@ -299,8 +299,9 @@ class TracedGraph:
         try:
             run, code = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
         except (LowerInline, private.MissingName) as error:
-            for_good = None if isinstance(error, Unavailable) else str(error)  # the next `_request_for` checks that again
-            owner.lower_in_call(self._version, for_good)
+            if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
+                owner.must_be_inline[self._request.key] = str(error)
+            owner.lower_in_call(self._version)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:

@@ -7,6 +7,10 @@ from ..cache import code_store
 from ..cache.environment import cpu_digest
 
 
+class LowerInline(Exception):
+    """Say why a graph must be lowered in the call that traced it: for example, which part of it cannot be written down."""
+
+
 @dataclass(frozen=True)
 class Code:
     """What the compile process made of a graph."""

@@ -30,8 +30,7 @@ from ..log import logger
 from ..threads import started
 from ..torch_compat import stand_in_card
 from . import child
-from .artefact import Code
-from .wire import LowerInline
+from .artefact import Code, LowerInline
 
 # The longest time without a sign of life: while the process starts (slow core, cold disk), and later (it may swap).
 START_SECONDS, SILENT_SECONDS = 180.0, 60.0

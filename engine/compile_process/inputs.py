@@ -15,6 +15,7 @@ from ..log import logger
 from ..tensor_spec import TensorSpec, hint
 from ..torch_compat import attention, private
 from ..torch_settings import SharedScope
+from .operators import is_custom
 
 # Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
 MARGIN = 512 * 2**20
@@ -28,6 +29,8 @@ _RANDOM = {
 # How often a kernel is run to tune it. PyTorch's two hundred runs and more, each launched from Python, took a second for a
 # block of Flux, in which steps beside it took 1.6 times as long.
 FEW_RUNS = {"memory_warmup_iters": 5, "benchmark_iters": 20}
+# Namespaces of operators that may run on zeros.
+_OURS = {"torch_compile_kit", "comfy", "comfy_kitchen", "prims"}
 _tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=True)})
 
 
@@ -41,18 +44,20 @@ class Inputs:
     @classmethod
     def of(cls, graph: fx.GraphModule, fakes: Sequence[Any]) -> Inputs | None:
         """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
-        the sampler's, an input is of a class of its own, or there is no GPU. The wire has passed all inputs (wire.py)."""
+        the sampler's, an input is of a class of its own, an operator is another pack's or gives large weights, or there is no
+        GPU. The wire has passed all inputs (wire.py)."""
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         has_odd_input = any(map(private.is_traceable_wrapper_subclass, tensors))
         if has_odd_input or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
             return None
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        return cls(
-            [
-                _described(fake, not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
-                for node, fake in zip(nodes, fakes, strict=True)
-            ]
-        )
+        given = [
+            _described(fake, not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
+            for node, fake in zip(nodes, fakes, strict=True)
+        ]
+        written = sum(_spec_of(one).nbytes for one in given if isinstance(one, list) and one[-1])
+        room = (MARGIN + INTERMEDIATES * written) // 2
+        return None if any(_is_strange(node, room) for node in graph.graph.nodes) else cls(given)
 
     @property
     def device(self) -> torch.device:
@@ -110,6 +115,15 @@ def _few_runs(benchmark: Callable) -> Callable:
 def _is_random(node: fx.Node) -> bool:
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in _RANDOM
+
+
+def _is_strange(node: fx.Node, room: int) -> bool:
+    """Whether it calls an operator that may take zeros for something else, or that gives more bytes (an unpacked weight)."""
+    if not is_custom(node):
+        return False
+    values = private.pytree.tree_leaves(node.meta.get("example_value"))
+    size = sum(TensorSpec.of(value).nbytes for value in values if isinstance(value, torch.Tensor))
+    return str(node.target).partition(".")[0] not in _OURS or size > room
 
 
 def is_weight(node: fx.Node) -> bool:

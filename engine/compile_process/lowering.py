@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import unpack_operator  # noqa: F401  registers what graphs call
-from ..failures.describe import describe_failure
+from ..failures.describe import chain, describe_failure
 from ..inductor import backend
 from ..torch_compat import private
 from . import lowering_settings, wire
-from .artefact import Code
-from .wire import LowerInline
+from .artefact import Code, LowerInline
 
 LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
 # PyTorch's errors for graphs of which it makes no artefact.
@@ -51,17 +49,15 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         return _lowered(request)
     except Exception as error:
         traceback.print_exc()
-        if isinstance(error, LowerInline | private.MissingName) or type(error).__name__ in _BYPASS:
-            return {"inline": f"{type(error).__name__}: {error}"[:1500]}, b""
+        for one in chain(error):
+            if isinstance(one, LowerInline | private.MissingName) or type(one).__name__ in _BYPASS:
+                return {"inline": f"{type(one).__name__}: {one}"[:1500]}, b""
         failure = describe_failure("", error)
         return {"failure": [failure.reason, failure.cure, failure.may_pass]}, b""
 
 
 def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    try:
-        graph, inputs, mode = wire.loads(request["graph"])
-    except (ImportError, AttributeError) as error:
-        raise LowerInline(f"the compile process does not find what it names ({error})") from error
+    graph, inputs, mode = wire.loads(request["graph"])
     before = _libraries().keys()
     private.cpp_kernels.clear()  # so that it lists this graph's kernels only; files and modules of others stay
     lowering_settings.set_for_process(request["settings"])

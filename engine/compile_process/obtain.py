@@ -26,10 +26,9 @@ from ..threads import started, yielding
 from ..torch_compat import private
 from ..torch_settings import SharedScope, folder_scope
 from . import lowering_settings, wire
-from .artefact import Code
+from .artefact import Code, LowerInline
 from .client import compile_process, folders
 from .inputs import Inputs
-from .wire import LowerInline
 
 # Options for which lowering runs no kernel. Others come with a mode that tunes.
 NOT_MEASURED = {"fallback_random", "triton.cudagraphs"}
@@ -54,7 +53,7 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
         raise LowerInline("it has a backward")
     described = wire.dumps(graph, fakes)
-    if described["sources"] or any(map(_is_custom, graph.graph.nodes)):  # layouts are found by names that such modules register
+    if described["sources"] or described["operators"]:  # layouts are found by names that such modules register
         digests = {module: wire.digest_of(module) for module in compile_process.modules()}
         described["sources"] |= {module: digest for module, digest in digests.items() if digest is not None}
     request = {"graph": described, "settings": lowering_settings.now(device), "options": options}
@@ -69,12 +68,6 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     measures = bool(options.keys() - NOT_MEASURED) or any(tuning)
     key = hashlib.sha256(name.encode()).hexdigest()
     return Request(text, key, sizes, device, measures, Inputs.of(graph, fakes))
-
-
-def _is_custom(node: fx.Node) -> bool:
-    """Whether it calls an operator that is not PyTorch's own."""
-    is_operator = isinstance(node.target, private.OpOverload | private.OpOverloadPacket)
-    return is_operator and not str(node.target).startswith("aten.")
 
 
 def holds(guards: str | None, sizes: Sequence[int]) -> bool:

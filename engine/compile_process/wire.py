@@ -3,8 +3,8 @@
 The text holds what determines the compiled code and nothing else, so its digest names the code: nodes and inputs by number, not
 by the names that Dynamo gives them; sizes that vary as symbols numbered by their first use, with range and hint; functions and
 classes by module and name, with a digest of the module's file if it is not PyTorch's: that code is traced into what is
-compiled. Attention is written with its kernel (torch_compat/attention.py), without the nodes that set the order of kernels.
-Nothing is pickled.
+compiled. Operators are written with their schemas and outputs (operators.py), and attention with its kernel
+(torch_compat/attention.py), without the nodes that set the order of kernels. Nothing is pickled.
 
 `dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
@@ -29,6 +29,8 @@ from torch import fx
 from ..out_of_place import written_by
 from ..tensor_spec import hint
 from ..torch_compat import attention, private
+from . import operators
+from .artefact import LowerInline
 
 # The first part of the name of an attention kernel.
 _ATTENTION = "attention"
@@ -36,10 +38,6 @@ _VERSIONED = {"torch", *sys.stdlib_module_names}
 # Inductor's GPU_ALIGN_BYTES (torch/_inductor/utils.py).
 ALIGNED_BYTES = 16
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
-
-
-class LowerInline(Exception):
-    """Say why a graph must be lowered in the call that traced it: for example, which part of it cannot be written down."""
 
 
 def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
@@ -51,12 +49,18 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
     """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode.
 
     Raises:
-        LowerInline: code that the graph names was changed since the graph was traced.
+        LowerInline: code that the graph names was changed since the graph was traced, or is not found.
     """
     for module, digest in request["sources"].items():
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise LowerInline(f"the compile process cannot import {module} ({error})") from error
         if digest_of(module) != digest:
             raise LowerInline(f"{module} was changed since ComfyUI was started")
+    operators.forget_calls()
+    for schema, tags in request["operators"]:
+        operators.define(schema, tags)
     return _Reader(request).graph()
 
 
@@ -99,6 +103,7 @@ class _Writer:
         self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
         self._described: list[list] = []
         self._sources: dict[str, str] = {}  # digests by module
+        self._operators: list[list] = []
         # The kernels of attention that may run, the preferred first; `_order`: all kernels in this order.
         self._kernels = private.sdpa_backends(with_priority=True)
         self._order = list(self._kernels)
@@ -112,7 +117,8 @@ class _Writer:
         inputs = [self._input(fake) for fake in fakes]
         nodes = [self._node(node) for node in self._graph.graph.nodes if not self._is_order_of_kernels(node)]
         sources = dict(sorted(self._sources.items()))
-        return {"inputs": inputs, "symbols": self._described, "nodes": nodes, "sources": sources}
+        described = {"inputs": inputs, "symbols": self._described, "nodes": nodes, "sources": sources}
+        return {**described, "operators": self._operators}
 
     def _name_of(self, named: Any) -> str:
         """Its name; the digest of the file that it comes from is noted."""
@@ -128,7 +134,7 @@ class _Writer:
         raise LowerInline(f"an input is a {type(fake).__name__}")
 
     def _tensor(self, fake: torch.Tensor) -> dict[str, Any]:
-        sizes = {"shape": [self._number(n) for n in fake.shape], "stride": [self._number(n) for n in fake.stride()]}
+        sizes = self._sizes(fake)
         if private.is_traceable_wrapper_subclass(fake):
             attributes, context = fake.__tensor_flatten__()
             inner = [[name, self._tensor(getattr(fake, name))] for name in attributes]
@@ -142,6 +148,9 @@ class _Writer:
             "device": str(fake.device),
             "memory": self._memory(fake),
         }
+
+    def _sizes(self, fake: torch.Tensor) -> dict[str, list]:
+        return {"shape": [self._number(n) for n in fake.shape], "stride": [self._number(n) for n in fake.stride()]}
 
     def _offset(self, fake: torch.Tensor) -> Any:
         """A tensor's offset; 0 for an aligned weight that the graph neither writes nor returns. Its place may differ from run
@@ -198,7 +207,25 @@ class _Writer:
         if node.op == "call_function":
             kernel = attention.kernel_for(node, self._kernels) if node.target in attention.FUNCTIONS else None
             target = self._name_of(node.target) if kernel is None else f"{_ATTENTION}.{kernel}"
-        return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
+        written = [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
+        if not operators.is_custom(node):
+            return written
+        self._operators += [one for one in operators.described(node.target) if one not in self._operators]
+        with suppress(LowerInline):  # then it must be an operator that the compile process has
+            written.append(self._outputs(node.meta.get("example_value", ...)))
+        return written
+
+    def _outputs(self, value: Any) -> Any:
+        """What an operator gives, as the trace found it."""
+        if isinstance(value, list | tuple):
+            written = [self._outputs(one) for one in value]
+            return written if isinstance(value, list) else {"tuple": written}
+        if value is None or isinstance(value, int | float | torch.SymInt):
+            return {"size": self._number(value)}
+        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not is_plain or private.is_traceable_wrapper_subclass(value):
+            raise LowerInline(f"an operator gives a {type(value).__name__}")
+        return {**self._sizes(value), "dtype": str(value.dtype), "device": str(value.device)}
 
     def _is_order_of_kernels(self, node: fx.Node) -> bool:
         """Whether `sdpa_kernel` has put this node into the graph; if so, use its kernels for the attention that follows."""
@@ -249,6 +276,7 @@ class _Reader:
         self._nodes: list[fx.Node] = []
         self._symbols: dict[str, tuple[Any, int]] = {}
         self._bases: dict[int, torch.Tensor] = {}
+        self._outputs: dict[fx.Node, Any] = {}  # of operators
 
     def graph(self) -> tuple[fx.GraphModule, list[Any], Any]:
         for i, described in enumerate(self._request["symbols"]):
@@ -261,12 +289,14 @@ class _Reader:
             if op == "placeholder":
                 node = graph.placeholder(f"input_{len(self._nodes)}")
             else:
-                target, args, kwargs = rest
+                target, args, kwargs, *outputs = rest
                 args, kwargs = self._value(args), self._value(kwargs)
                 if op == "call_function":
                     root, _, kernel = target.partition(".")
-                    target = attention.KERNELS[kernel] if root == _ATTENTION else pkgutil.resolve_name(target)
+                    target = attention.KERNELS[kernel] if root == _ATTENTION else _found(target)
                 node = graph.output(args[0]) if op == "output" else graph.create_node(op, target, args, kwargs)
+                if outputs:
+                    self._outputs[node] = outputs[0]
             self._nodes.append(node)
         module = fx.GraphModule(torch.nn.Module(), graph)
         self._note_values(module, inputs)
@@ -286,7 +316,7 @@ class _Reader:
         self._symbols[name] = symbol, number
 
     def _number(self, value: Any) -> Any:
-        if isinstance(value, int):
+        if not isinstance(value, list | str):  # a symbol is its name
             return value
         expression, number = (_expression(value, {name: of[i] for name, of in self._symbols.items()}) for i in (0, 1))
         return self._shapes.create_symintnode(expression, hint=int(number))
@@ -298,7 +328,7 @@ class _Reader:
         shape, stride = ([self._number(n) for n in described[key]] for key in ("shape", "stride"))
         if "wrapper" in described:
             inner = {name: self._tensor(part) for name, part in described["inner"]}
-            cls: Any = pkgutil.resolve_name(described["wrapper"])
+            cls: Any = _found(described["wrapper"])
             return cls.__tensor_unflatten__(inner, self._value(described["context"]), tuple(shape), tuple(stride))
         kind = _kind_of(described)
         offset, memory = self._number(described["offset"]), described["memory"]
@@ -334,24 +364,44 @@ class _Reader:
         if kind == "size":
             return self._number(content)
         if kind == "name":
-            return pkgutil.resolve_name(content)
+            return _found(content)
         content = self._value(content)
         if kind == "dict":
             return dict(content)
-        return tuple(content) if kind == "tuple" else pkgutil.resolve_name(kind)(*content)
+        return tuple(content) if kind == "tuple" else _found(kind)(*content)
+
+    def _output(self, described: Any) -> Any:
+        """What `_Writer._outputs` described."""
+        if isinstance(described, list):
+            return [self._output(one) for one in described]
+        if "tuple" in described:
+            return tuple(self._output(described["tuple"]))
+        if "size" in described:
+            return self._number(described["size"])
+        shape, stride = ([self._number(n) for n in described[key]] for key in ("shape", "stride"))
+        return torch.empty_strided(shape, stride, **_kind_of(described))
 
     def _note_values(self, module: fx.GraphModule, inputs: list[Any]) -> None:
         """Put its value on each node, as Dynamo does: else AOTAutograd takes graphs with method calls for unsafe to keep."""
-        values = iter(inputs)
+        values, outputs, output = iter(inputs), self._outputs, self._output
 
         class Noting(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
+                if node in outputs:
+                    operators.note_call(node.target, *self.fetch_args_kwargs_from_env(node), output(outputs[node]))
                 value = next(values) if node.op == "placeholder" else super().run_node(node)
                 node.meta["example_value"] = value
                 return value
 
         with self._mode, private.enable_python_dispatcher():
             Noting(module).run()
+
+
+def _found(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise LowerInline(f"the compile process does not find {name} ({error})") from error
 
 
 def _described(expression: Any) -> Any:

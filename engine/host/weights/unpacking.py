@@ -14,12 +14,12 @@ import functools
 import itertools
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ... import unpack_operator
 from ...cache.structure import short_name
 from ...compile.compiled_code import BlockCode
 from ...compile.traced_graph import current
@@ -30,12 +30,23 @@ from ...settings import CompileSettings
 from .dynamic_vram import parameter
 
 _numbers = itertools.count(1)
+_weights: weakref.WeakValueDictionary[int, LayerWeight] = weakref.WeakValueDictionary()  # by number
 _NUMBER = "torch_compile_kit_number"
+
+
+@torch.library.custom_op("torch_compile_kit::unpack", mutates_args=())
+def unpack(number: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not int(number):  # a warm-up on zeros
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return _weights[int(number)].unpacked(dtype)
+
+
+unpack.register_fake(lambda number, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
 
 
 def forward_unpacked(self: Any, input: torch.Tensor) -> torch.Tensor:
     """In place of a layer's `forward_comfy_cast_weights`."""
-    weight = unpack_operator.unpack(getattr(self, _NUMBER), (self.out_features, self.in_features), input.dtype, input.device)
+    weight = unpack(getattr(self, _NUMBER), (self.out_features, self.in_features), input.dtype, input.device)
     return nn.functional.linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
 
 
@@ -52,7 +63,7 @@ class LayerWeight:
         )
         self._get_weight.__kwdefaults__ = get_weight.__kwdefaults__
         number = next(_numbers)
-        unpack_operator.weights[number] = self
+        _weights[number] = self
         self._number = torch.tensor(number)
 
     def attributes(self) -> dict[str, object]:

@@ -566,6 +566,18 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     assert caplog.text.count("in the step that needs it") == 1
 
 
+def test_a_graph_that_only_its_call_can_lower_is_no_reason_for_others_of_the_block(process, net):
+    process.orders("inline")
+    first_call(net)
+    net.wait()
+    assert is_compiled(net)
+    (why,) = why_inline(net)
+    assert "not here" in why
+    other = X[0]
+    assert net(other)[1], "it was lowered in the call"
+    assert net.wait() and not net(other)[1] and is_compiled(net)
+
+
 def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(engine, process, monkeypatch):
     process.end()
     monkeypatch.setattr(sys, "executable", "/nowhere/python3")

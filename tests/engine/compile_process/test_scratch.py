@@ -126,15 +126,25 @@ def test_what_code_is_called_with_is_kept_with_it(engine):
     assert not code.unpacked(code.packed({})).was_kept
 
 
-@pytest.mark.parametrize("what", ["plain", "no GPU", "random numbers"])
+FUNCTIONS = {
+    "random numbers": torch.rand_like,
+    "an operator": torch.ops.prims.neg.default,
+    "another pack's operator": torch.ops.mkldnn._linear_pointwise.default,
+    "an unpacked weight": torch.ops.prims.neg.default,
+}
+
+
+@pytest.mark.parametrize("what", ["plain", "no GPU", *FUNCTIONS])
 def test_only_code_that_may_run_before_its_first_real_run_has_inputs(engine, what):
     graph, device = torch.fx.Graph(), "cpu" if what == "no GPU" else "cuda"
     placed = [graph.placeholder(name) for name in ("L_self_parameters_weight_", "L_x_")]
-    graph.output(graph.call_function(torch.rand_like if what == "random numbers" else torch.relu, (placed[1],)))
+    called = graph.call_function(FUNCTIONS.get(what, torch.relu), (placed[1],))
+    graph.output(called)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        called.meta["example_value"] = torch.empty(2**30 if what == "an unpacked weight" else 2, dtype=torch.int8)
         fakes = [mode.from_tensor(torch.empty(2, 3, device="meta")), torch.empty(2, 3, device=device)]
     given = engine("compile_process.inputs").Inputs.of(torch.fx.GraphModule(torch.nn.Module(), graph), fakes)
-    assert (given is not None) is (what == "plain")
+    assert (given is not None) is (what in ("plain", "an operator"))
     if given is not None:
         assert [is_written for *_spec, is_written in given.given] == [False, True]
 

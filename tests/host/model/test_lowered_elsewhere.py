@@ -6,8 +6,6 @@ are eager's, and bit for bit those of code that was lowered here.
 
 import functools
 import importlib
-import os
-import subprocess
 import sys
 import time
 
@@ -16,8 +14,6 @@ import torch
 from patch_kinds import gguf_pack, weights
 from patching import Runs
 from support import relative_error, torch_settings, without_compile_process
-
-from devtools.commands import ROOT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -94,6 +90,30 @@ def packed(tiny):
     return patcher
 
 
+def with_flash_attention(tiny):
+    """As with `--use-flash-attention`: the host's operator, and PyTorch's kernel in place of the package's."""
+    import comfy.ldm.flux.math
+    from comfy.ldm.modules import attention
+
+    def flash_attn_func(q, k, v, **_kwargs):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+
+    attention.flash_attn_func = flash_attn_func
+    comfy.ldm.flux.math.optimized_attention = attention.attention_flash
+    return tiny.build_patcher("flux")
+
+
+@pytest.fixture
+def hosts_attention(monkeypatch):
+    """What `with_flash_attention` changes is put back."""
+    import comfy.ldm.flux.math
+    from comfy.ldm.modules import attention
+
+    monkeypatch.setattr(attention, "flash_attn_func", None, raising=False)
+    monkeypatch.setattr(comfy.ldm.flux.math, "optimized_attention", comfy.ldm.flux.math.optimized_attention)
+
+
 # Model, its blocks, what loads it, the error against eager; INT8 rounds each activation to one of 255 steps,
 # and on a CPU inductor unpacks without rounding to fp16 in between.
 CASES = {
@@ -103,11 +123,12 @@ CASES = {
     "fp8": ("flux", "single_blocks.*", loaded_as("float8_e4m3fn"), 1e-5),
     "int8": ("flux", "single_blocks.*", loaded_as("int8_tensorwise"), 0.02),
     "packed": ("flux", "single_blocks.*", packed, 1e-3),
+    "flash attention": ("flux", "single_blocks.*", with_flash_attention, 1e-5),
 }
 
 
 @pytest.mark.parametrize("case", ["flux, one kind", *(pytest.param(n, marks=pytest.mark.rest) for n in list(CASES)[1:])])
-def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, monkeypatch):
+def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, monkeypatch, hosts_attention):
     name, blocks, load, error = CASES[case]
     current = engine("cache.code_store")._Current  # nothing is kept: the process works for each graph
     monkeypatch.setattr(current, "opened", True)
@@ -143,24 +164,6 @@ def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, mo
     compiled = here.attach(here.patcher, compile_when="in background", **chosen)
     _first, image = here.run(compiled), here.run(compiled)
     assert set(lowered_here) == set(LOWERING) and torch.equal(image, result), "code that was lowered here"
-
-
-def operators():
-    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("torch_compile_kit::")}
-
-
-def test_the_compile_process_knows_each_operator_of_ours(engine):
-    for name in ("host.weights.unpacking", "compile_process.lowering"):
-        engine(name)
-    engine("inductor.kitchen").products_as_operators()
-    hello = {"pack": str(ROOT), "cards": [], "modules": list(engine("host.model.user_folder").REGISTERING)}
-    script = f"import torch, child; child.lowering_for({hello}).prepare(); print(*torch._C._dispatch_get_all_op_names())"
-    folders = (ROOT / "engine" / "compile_process", os.environ["COMFYUI_PATH"])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    there = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert there.returncode == 0, there.stderr
-    assert "torch_compile_kit::unpack" in operators()
-    assert set(there.stdout.split()) >= operators()
 
 
 def test_what_is_counted_is_what_lowers(lowered_here):

@@ -1,0 +1,115 @@
+"""Operators that only ComfyUI's process has, in the compile process: what packs, attention libraries and this pack register.
+
+A graph goes over with the schemas of its operators, and for each call with the outputs that Dynamo's trace found. The compile
+process defines an operator that it lacks, without an implementation: lowered code calls operators by name, where it is loaded.
+Lowering only asks for outputs, and gets those of the call with the same inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_compat import private
+from .artefact import LowerInline
+
+# With any other layout of its inputs an operator may give outputs of another layout.
+_LAYOUT = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "needs_fixed_stride_order"
+_LAYOUTS = {"needs_exact_strides", "needs_fixed_stride_order", "needs_contiguous_strides", "flexible_layout"}
+# Keeps what was defined.
+_libraries: list[torch.library.Library] = []
+# By name of an operator that was defined here, the calls in the graph that is being lowered: inputs by name, and outputs.
+_calls: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether it calls an operator that is not PyTorch's own."""
+    is_operator = isinstance(node.target, private.OpOverload | private.OpOverloadPacket)
+    return is_operator and not str(node.target).startswith("aten.")
+
+
+def overloads(target: Any) -> Iterator[Any]:
+    if isinstance(target, private.OpOverload):
+        yield target
+    else:
+        yield from (getattr(target, name) for name in target.overloads())
+
+
+def described(target: Any) -> list[list]:
+    """For each overload its schema and tags, as JSON."""
+    return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in overloads(target)]
+
+
+def forget_calls() -> None:
+    for calls in _calls.values():
+        calls.clear()
+
+
+def define(schema: str, tags: list[str]) -> None:
+    """Define an operator, if PyTorch has none of this name. Raises RuntimeError for a schema that PyTorch cannot read."""
+    name = _name(schema)
+    with suppress(AttributeError):
+        _operator(name)
+        return
+    namespace, _, rest = schema.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(rest, tags=[getattr(torch.Tag, tag) for tag in [*tags, _LAYOUT]])
+    torch.library.register_fake(name, functools.partial(_outputs, name), lib=library)
+    _libraries.append(library)
+    _calls[name] = []
+
+
+def note_call(target: Any, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+    """Note the outputs of a call that is in the graph, where the operator is defined here."""
+    for overload in overloads(target):
+        if (calls := _calls.get(_name(str(overload._schema)))) is not None:
+            calls.append((_by_name(overload, args, kwargs), outputs))
+
+
+def _outputs(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What an operator that was defined here gives for fake inputs."""
+    given = _form(_by_name(_operator(name), args, kwargs))
+    for inputs, outputs in _calls[name]:
+        if _form(inputs) == given:
+            return private.pytree.tree_map_only(torch.Tensor, _like, outputs)
+    raise LowerInline(f"lowering calls {name} with other inputs than the graph")
+
+
+def _name(schema: str) -> str:
+    """`namespace::operator`, or `namespace::operator.overload`."""
+    return schema.partition("(")[0]
+
+
+def _operator(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def _by_name(overload: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, those that are not given as well."""
+    arguments = overload._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+
+
+def _form(value: Any) -> Any:
+    """What of an argument outputs may depend on, to be compared."""
+    if isinstance(value, torch.Tensor):
+        # A step over a dimension of one element means nothing, and inductor writes another.
+        sizes, steps = ([_form(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        return sizes, [None if n == 1 else step for n, step in zip(sizes, steps, strict=True)], value.dtype, value.device
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.expr
+    if isinstance(value, dict):
+        return {name: _form(one) for name, one in value.items()}
+    return [_form(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _like(output: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)
