@@ -130,7 +130,7 @@ class Binding:
             code.traced += self.call.traced
             code.lowered += self.call.lowered
             code.lacking += self.call.put_off and self.call.puts_off
-            code.mixed += self.call.put_off and self.call.ran_code
+            code.mixed += self.call.uncompiled and self.call.ran_code
             code.put_off += self.call.put_off and not self.call.puts_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -103,6 +104,34 @@ def test_a_trace_that_nothing_waits_for_begins_with_the_last_block_of_its_kind(t
     assert relative_error(flux.run(flux.attach(flux.patcher, compile_when=compile_when)), flux.plain()) < 1e-5
     where = [block for block, event in itertools.pairwise(events) if event == "trace"]
     assert where == ["the last block" if compile_when == "in background" else "a block"] * 2
+
+
+def test_a_step_in_which_one_kind_has_code_and_another_waits_for_it_is_compared_with_none(tiny, engine, monkeypatch):
+    """As an uncompiled step it would make compiled ones seem to save little, and after a restart nothing would be compiled."""
+    flux, may_go_on = Behind(tiny, engine, "flux", cfg=1.0), threading.Event()
+    compiled, code = flux.attach(flux.patcher), engine("compile.registry").code_of(flux.patcher.model.diffusion_model)
+    lowerers, steps = engine("compile.traced_graph").LOWERERS, 2
+    lower = lowerers["eager"]
+
+    def one_kind(request, block, patient):
+        assert block != "SingleStreamBlock" or may_go_on.wait(120)
+        return lower(request, block, patient)
+
+    monkeypatch.setitem(lowerers, "eager", one_kind)
+    try:
+        flux.run(compiled)
+        double = next(group.code for group in flux.groups if group.class_name == "DoubleStreamBlock")
+        while double.is_being_lowered:
+            time.sleep(0.05)
+        assert code.eager_calls == steps
+        before = code.mixed
+        flux.run(compiled)
+        assert code.eager_calls == 2 * steps and code.mixed == before + steps
+    finally:
+        may_go_on.set()
+    flux.made()
+    flux.run(compiled)
+    assert code.eager_calls == 2 * steps and code.mixed == before + steps
 
 
 def test_blocks_of_a_kind_whose_last_one_is_skipped_are_compiled_all_the_same(flux):
