@@ -23,7 +23,12 @@ RESTARTS = {prompt.name for session in SESSIONS.values() for prompt in session.p
 FORMATS = {
     "int8": "INT8 ConvRot", "scaled": "scaled fp8", "fp8_e4m3fn_fast": "`fp8_e4m3fn_fast`", "gguf": "GGUF Q4_K",
 }  # fmt: skip
-OPTIONS = {"sage": "`--use-sage-attention`", "fast": "`--fast fp16_accumulation`", "easycache": "EasyCache"}
+OPTIONS = {
+    "sage": "`--use-sage-attention`",
+    "flash": "`--use-flash-attention`",
+    "fast": "`--fast fp16_accumulation`",
+    "easycache": "EasyCache",
+}
 # A step that takes longer than so many of eager's is one that a person notices.
 NOTICED = 3
 

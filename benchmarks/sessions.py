@@ -248,7 +248,7 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
 
 # Channels of a latent -> the node that makes an empty one.
 EMPTY_LATENTS = {4: "EmptyLatentImage", 16: "EmptySD3LatentImage", 128: "EmptyFlux2LatentImage"}
-GGUF_LOADER = "UnetLoaderGGUF"  # of ComfyUI-GGUF
+GGUF_LOADER, GGUF_PACK = "UnetLoaderGGUF", "gguf-pack"  # of ComfyUI-GGUF, and its link
 
 
 class OutOfTimeError(Exception):
@@ -284,6 +284,8 @@ class Bench:
         self.link("session_nodes.py", NODES)
         if options.kjnodes:
             self.link("kjnodes", options.kjnodes.resolve())
+        if options.gguf:
+            self.link(GGUF_PACK, options.gguf.resolve())
         make_bytecode(self.base, options.host)
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
@@ -397,7 +399,7 @@ class Bench:
     def sessions(self, model: str) -> None:
         """A model's session with each number of cores and cache."""
         file = SESSIONS[model].model or model
-        self.make_files(file)
+        self.make_files(file, [self.options.weights])
         for cores in self.options.cores:
             for cache in self.options.caches:
                 self.session(model, cache, cores)
@@ -411,6 +413,9 @@ class Bench:
         numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
         common = {"kind": "session", "model": model, "cache": cache, "cores": cores, "free_gib": self.options.free}
+        if self.options.weights != "default":
+            common["weights"] = self.options.weights
+        packs = [GGUF_PACK] if self.options.weights == "gguf" else []
         living = [v for v in self.options.variants if self.options.kjnodes or not v.startswith("kjnodes")]
         if cache == "warm":  # eager compiles nothing
             living = [variant for variant in living if variant != "eager"]
@@ -418,7 +423,9 @@ class Bench:
             with contextlib.ExitStack() as stack:
                 self.left()
                 with concurrent.futures.ThreadPoolExecutor() as together:
-                    entered = together.map(lambda variant: stack.enter_context(self.paused(variant, cores)), living)
+                    entered = together.map(
+                        lambda variant: stack.enter_context(self.paused(variant, cores, packs=packs)), living
+                    )
                     servers = dict(zip(living, entered, strict=True))
                 for paused in servers.values() if self.options.free else ():
                     with at_work(paused) as server:
@@ -450,7 +457,8 @@ class Bench:
         info = server.get("/object_info")
         if COMPILERS[about["variant"]] == MODEL_NODE:
             about = {**about, "settings": settings_for(info, self.options.settings)}
-        nodes = graph(about["model"], prompt, about["number"], about["variant"], info, self.options.settings)
+        settings, weights = self.options.settings, self.options.weights
+        nodes = graph(about["model"], prompt, about["number"], about["variant"], info, settings, weights)
         return {**about, **self.run(server, nodes), "server_start": round(server.seconds_to_start, 1)}
 
     def run(self, server, nodes: dict) -> dict:
@@ -561,6 +569,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", required=True, help="the folder of ComfyUI")
     parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
+    parser.add_argument("--gguf", type=Path, help="ComfyUI-GGUF's folder; without it its weights are left out")
     parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
     parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
@@ -585,6 +594,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SESSIONS))
     parser.add_argument("--variants", nargs="+", choices=list(COMPILERS), default=list(COMPILERS))
     parser.add_argument("--caches", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
+    parser.add_argument("--weights", default="default", help="a format of checkpoints.py (%(default)s)")
     parser.add_argument("--cores", type=int, nargs="+", default=[0], help="0: all; 4 starts the server on the first four")
     parser.add_argument("--prompts", type=int, nargs="+", help="these of each session, by their number from 1, in this order")
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")

@@ -28,17 +28,22 @@ from pathlib import Path
 
 from devtools.server import Server, ServerError
 
-from .sessions import KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
+from .sessions import GGUF_PACK, KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
 
 VARIANTS = ("eager", "core", "kjnodes", "kjnodes_static", "ours")
-OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
+OPTIONS = {
+    "": [],
+    "sage": ["--use-sage-attention"],
+    "flash": ["--use-flash-attention"],
+    "fast": ["--fast", "fp16_accumulation"],
+    "easycache": [],
+}
 STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8}
 TINY_STEPS = 4
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
 # At the end of a name: the second model of a pair, which is the same file.
 LOW_NOISE = "_low"
-GGUF_PACK = "gguf-pack"
 # Prompts that ours is given to compile in; steps in which CUDA graphs may still be captured; last prompts, which count.
 FIRST, CAPTURING_STEPS, SETTLED = 4, 16, 3
 TINY_FIRST, TINY_SETTLED = 2, 1
@@ -82,7 +87,7 @@ SETUPS = {
         Setup("klein"),
         Setup("wan22"),
         Setup("sdxl"),
-        *(Setup(model, option=option) for option in ("sage", "fast", "easycache") for model in ("flux", "sdxl")),
+        *(Setup(model, option=option) for option in ("sage", "flash", "fast", "easycache") for model in ("flux", "sdxl")),
     )
 }
 
@@ -223,8 +228,6 @@ class Table(Bench):
         super().__init__(options, "table")
         self.latents = self.base / "latents"
         self.latents.mkdir(exist_ok=True)
-        if options.gguf:
-            self.link(GGUF_PACK, options.gguf.resolve())
 
     def make_files_of(self, setups: list[Setup], model: str) -> None:
         """The files of a model in all formats that the set-ups need."""
@@ -321,6 +324,7 @@ class Table(Bench):
         if of.variant == "ours":
             report = of.server.get("/torch-compile-kit/report")["models"]
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
+            row["compiled_in_call"] = [sentence for model in report for sentence in model["compiled_in_call"]]
             row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
             row["cuda_graphs"] = of.server.get("/session/graphs")["captures"]
         if of.variant == "eager":
@@ -349,7 +353,7 @@ def _line(row: dict) -> str:
     where = f"{row['setup']} {row['variant']}"
     if "died" in row or "seconds" not in row:
         return f"{where}: {row.get('died', 'not finished')}"
-    keys = ("ready", "graphs", "breaks", "cuda_graphs", "error", "noise", "vram_gib", "server_start")
+    keys = ("ready", "graphs", "breaks", "cuda_graphs", "error", "noise", "vram_gib", "server_start", "compiled_in_call")
     about = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
     prompts = " ".join(f"{prompt['seconds']:.1f}" for prompt in row["prompts"] if "seconds" in prompt)
     return f"{where}: {row['seconds']:.2f} s, step {row['step']:.4f}; prompts {prompts}; {about}"
@@ -357,7 +361,6 @@ def _line(row: dict) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--gguf", type=Path, help="ComfyUI-GGUF's folder; without it its set-ups are left out")
     parser.add_argument("--setups", nargs="+", choices=list(SETUPS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--ready-limit", type=float, default=90, help="seconds for which code is waited for")
@@ -367,7 +370,7 @@ def main() -> None:
     variants = [variant for variant in options.variants if options.kjnodes or not variant.startswith("kjnodes")]
     if options.tiny:  # no Sage on a CPU; small models that the host's loader does not know have no files
         with_files = ("flux", "klein", "wan22")
-        setups = [s for s in setups if s.option != "sage" and (s.weights == "default" or s.model in with_files)]
+        setups = [s for s in setups if s.option not in ("sage", "flash") and (s.weights == "default" or s.model in with_files)]
     table = Table(options)
     try:
         for model in dict.fromkeys(setup.model for setup in setups):

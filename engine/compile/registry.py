@@ -160,10 +160,13 @@ class ModelCode:
             lines.append(_LACKING.format(self.lacking))
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
-        lines += [code.inline_in_words() for code in self._codes() if code.why_inline is not None]
+        lines += self.inline_in_words()
         caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
         lines += [f"{name}: {_FILLS_CACHE}" for name in caching]
         return lines + [failure.message() for failure in self.failures]
+
+    def inline_in_words(self) -> list[str]:
+        return [code.inline_in_words() for code in self._codes() if code.why_inline is not None]
 
     def _not_looked_at_in_words(self, name: str) -> str:
         return f"{name} runs uncompiled: this pack could not look at it ({self.not_looked_at[name]})."

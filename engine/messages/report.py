@@ -141,6 +141,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "compiled_outside_warmup": watch.notices,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
+        "compiled_in_call": code.inline_in_words(),
         "failures": [{"block": failure.block, "message": failure.message()} for failure in failures],
         "classes": [
             {"class": name, "blocks": count, "graphs": graphs} for name, count, graphs, _ in _by_class(plan, code.parts, groups)
