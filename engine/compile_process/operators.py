@@ -41,8 +41,9 @@ def overloads(target: Any) -> Iterator[Any]:
 
 
 def described(target: Any) -> list[list]:
-    """For each overload its schema and tags, as JSON."""
-    return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in overloads(target)]
+    """For each overload its schema and tags, as JSON; not for one that gives a view of an input, which needs its code."""
+    own = [o for o in overloads(target) if not any(value.alias_info for value in o._schema.returns)]
+    return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in own]
 
 
 def forget_calls() -> None:
@@ -51,7 +52,7 @@ def forget_calls() -> None:
 
 
 def define(schema: str, tags: list[str]) -> None:
-    """Define an operator, if PyTorch has none of this name. Raises RuntimeError for a schema that PyTorch cannot read."""
+    """Define an operator, if PyTorch has none of this name. Raises what PyTorch does for a schema that it cannot read."""
     name = _name(schema)
     with suppress(AttributeError):
         _operator(name)
@@ -67,8 +68,17 @@ def define(schema: str, tags: list[str]) -> None:
 def note_call(target: Any, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
     """Note the outputs of a call that is in the graph, where the operator is defined here."""
     for overload in overloads(target):
-        if (calls := _calls.get(_name(str(overload._schema)))) is not None:
+        names = [argument.name for argument in overload._schema.arguments]
+        calls = _calls.get(_name(str(overload._schema)))
+        if calls is not None and len(args) <= len(names) and kwargs.keys() <= set(names):
             calls.append((_by_name(overload, args, kwargs), outputs))
+
+
+def is_changed(target: Any, value: Any, outputs: Any) -> bool:
+    """Whether a call's value, after the whole graph has run, is not what was noted: `unsqueeze_` and others change it in place,
+    and the outputs were written down after that."""
+    is_ours = any(_name(str(overload._schema)) in _calls for overload in overloads(target))
+    return is_ours and _form(value) != _form(outputs)
 
 
 def _outputs(name: str, *args: Any, **kwargs: Any) -> Any:

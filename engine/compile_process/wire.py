@@ -60,7 +60,10 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
             raise LowerInline(f"{module} was changed since ComfyUI was started")
     operators.forget_calls()
     for schema, tags in request["operators"]:
-        operators.define(schema, tags)
+        try:
+            operators.define(schema, tags)
+        except Exception as error:  # a default, say, that PyTorch prints but cannot read
+            raise LowerInline(f"the compile process cannot define {schema} ({error})") from error
     return _Reader(request).graph()
 
 
@@ -388,13 +391,17 @@ class _Reader:
         class Noting(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
                 if node in outputs:
-                    operators.note_call(node.target, *self.fetch_args_kwargs_from_env(node), output(outputs[node]))
+                    args, kwargs = self.fetch_args_kwargs_from_env(node)
+                    operators.note_call(node.target, args, kwargs, output(outputs[node]))
                 value = next(values) if node.op == "placeholder" else super().run_node(node)
                 node.meta["example_value"] = value
                 return value
 
         with self._mode, private.enable_python_dispatcher():
             Noting(module).run()
+            for node, described in outputs.items():
+                if operators.is_changed(node.target, node.meta["example_value"], output(described)):
+                    raise LowerInline(f"what {node.target} gives is changed in place")
 
 
 def _found(name: str) -> Any:

@@ -178,6 +178,34 @@ def test_operators_that_only_this_process_has(engine, wire, dynamic):
     assert sizes[0] == sizes[1] and getattr(torch.ops, f"only_here_{dynamic}").doubled.default in targets and code is not None
 
 
+@torch.library.custom_op("torch_compile_kit_tests::placed", mutates_args=())
+def placed(x: torch.Tensor, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
+    return x.to(device) + 1
+
+
+placed.register_fake(lambda x, device=None: torch.empty_like(x))
+VIEWS = torch.library.Library("torch_compile_kit_tests", "FRAGMENT")
+VIEWS.define("same(Tensor(a) x) -> Tensor(a)")
+VIEWS.impl("same", lambda x: x.view(x.shape), "CompositeImplicitAutograd")
+NOT_ELSEWHERE = {
+    "its output is changed in place": lambda x: doubled(x).unsqueeze_(0) * 2,
+    "it is transposed in place": lambda x: doubled(x).t_() * 2,
+    "PyTorch cannot read its schema": lambda x: placed(x),
+    "it gives a view": lambda x: torch.ops.torch_compile_kit_tests.same(x) * 2,
+}
+
+
+@pytest.mark.parametrize("what", NOT_ELSEWHERE)
+def test_operators_that_another_process_cannot_stand_in_for(engine, wire, what):
+    def lower(graph, fakes):
+        text = json.dumps(wire.dumps(graph, fakes)).replace("torch_compile_kit_tests", "nowhere_" + what.replace(" ", "_"))
+        with pytest.raises(wire.LowerInline):
+            wire.loads(json.loads(text))
+        return True
+
+    assert traced(engine, NOT_ELSEWHERE[what], torch.randn(3, 3), use=lower) == [True]
+
+
 def test_an_operator_that_only_this_process_has_and_of_which_the_outputs_are_not_known(wire):
     """The other process says so, and the graph is lowered here."""
     text = wire.dumps(graph_of(("call_function", doubled._opoverload, ("x",), {})), [fake(2)])
