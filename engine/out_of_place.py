@@ -49,7 +49,7 @@ def out_of_place(graph: fx.Graph) -> bool:
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The operands that a node of a Dynamo graph may write to: by the operator's schema; without a schema all operands, if a
     name, `out` or `inplace` shows that it works in place."""
-    schemas = _schemas(node.target)
+    schemas = [overload._schema for overload in overloads(node.target)]
     if not schemas:
         return node.all_input_nodes if _works_in_place(node) else []
     written = [
@@ -61,11 +61,11 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [operand for operand in private.pytree.tree_leaves(written) if isinstance(operand, fx.Node)]
 
 
-def _schemas(target: Any) -> list[Any]:
-    """The schemas of an operator, one for each overload; none for any other function."""
+def overloads(target: Any) -> list[Any]:
+    """The overloads of an operator; none for any other function."""
     if isinstance(target, private.OpOverloadPacket):
-        return [getattr(target, name)._schema for name in target.overloads()]
-    return [target._schema] if isinstance(target, private.OpOverload) else []
+        return [getattr(target, name) for name in target.overloads()]
+    return [target] if isinstance(target, private.OpOverload) else []
 
 
 def _works_in_place(node: fx.Node) -> bool:

@@ -46,7 +46,7 @@ class ModelCode:
         traced: for how many seconds blocks were traced in this run; `lowered`: for how many of them graphs were lowered.
         put_off: in how many calls of the model blocks ran uncompiled because tracing had taken too long.
         lacking: in how many calls they did because a trace would not have paid yet.
-        mixed: in how many calls some blocks ran compiled and others did not, as they lacked code.
+        mixed: in how many calls some blocks ran compiled and others did not, though they may be compiled.
         waits_for: why the last call could compile nothing.
         replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.

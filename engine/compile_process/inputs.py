@@ -51,13 +51,13 @@ class Inputs:
         if has_odd_input or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
             return None
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        given = [
+        described = [
             _described(fake, not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
             for node, fake in zip(nodes, fakes, strict=True)
         ]
-        written = sum(_spec_of(one).nbytes for one in given if isinstance(one, list) and one[-1])
+        written = sum(_spec_of(one).nbytes for one in described if isinstance(one, list) and one[-1])
         room = (MARGIN + INTERMEDIATES * written) // 2
-        return None if any(_is_strange(node, room) for node in graph.graph.nodes) else cls(given)
+        return None if any(_is_strange(node, room) for node in graph.graph.nodes) else cls(described)
 
     @property
     def device(self) -> torch.device:

@@ -8,13 +8,13 @@ Lowering only asks for outputs, and gets those of the call with the same inputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..out_of_place import overloads
 from ..torch_compat import private
 from .artefact import LowerInline
 
@@ -29,21 +29,13 @@ _calls: dict[str, list[tuple[dict[str, Any], Any]]] = {}
 
 def is_custom(node: fx.Node) -> bool:
     """Whether it calls an operator that is not PyTorch's own."""
-    is_operator = isinstance(node.target, private.OpOverload | private.OpOverloadPacket)
-    return is_operator and not str(node.target).startswith("aten.")
-
-
-def overloads(target: Any) -> Iterator[Any]:
-    if isinstance(target, private.OpOverload):
-        yield target
-    else:
-        yield from (getattr(target, name) for name in target.overloads())
+    return bool(overloads(node.target)) and not str(node.target).startswith("aten.")
 
 
 def described(target: Any) -> list[list]:
     """For each overload its schema and tags, as JSON; not for one that gives a view of an input, which needs its code."""
-    own = [o for o in overloads(target) if not any(value.alias_info for value in o._schema.returns)]
-    return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in own]
+    without_views = [o for o in overloads(target) if not any(value.alias_info for value in o._schema.returns)]
+    return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in without_views]
 
 
 def forget_calls() -> None:
@@ -82,10 +74,10 @@ def is_changed(target: Any, value: Any, outputs: Any) -> bool:
 
 
 def _outputs(name: str, *args: Any, **kwargs: Any) -> Any:
-    """What an operator that was defined here gives for fake inputs."""
-    given = _form(_by_name(_operator(name), args, kwargs))
+    """The outputs of an operator that was defined here, for fake inputs."""
+    form = _form(_by_name(_operator(name), args, kwargs))
     for inputs, outputs in _calls[name]:
-        if _form(inputs) == given:
+        if _form(inputs) == form:
             return private.pytree.tree_map_only(torch.Tensor, _like, outputs)
     raise LowerInline(f"lowering calls {name} with other inputs than the graph")
 
@@ -102,14 +94,14 @@ def _operator(name: str) -> Any:
 
 
 def _by_name(overload: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, those that are not given as well."""
+    """The arguments of a call, with the defaults of those that it leaves out."""
     arguments = overload._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
 
 
 def _form(value: Any) -> Any:
-    """What of an argument outputs may depend on, to be compared."""
+    """A value, to be compared: of tensors their sizes, steps, dtype and device, of sizes that vary their expression."""
     if isinstance(value, torch.Tensor):
         # A step over a dimension of one element means nothing, and inductor writes another.
         sizes, steps = ([_form(n) for n in numbers] for numbers in (value.shape, value.stride()))
