@@ -282,6 +282,7 @@ class TracedGraph:
             traced, live_owner = graph(), owned_by()
             if traced is not None and live_owner is not None:
                 traced.lower(live_owner, cached)
+                live_owner.job_ended(job)
 
         def on_error(error: Exception) -> None:
             if (live_owner := owned_by()) is not None:

@@ -578,6 +578,28 @@ def test_a_graph_that_only_its_call_can_lower_is_no_reason_for_others_of_the_blo
     assert net.wait() and not net(other)[1] and is_compiled(net)
 
 
+class TwoGraphs(Told):
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x + 1)
+
+
+def test_graphs_of_a_block_are_traced_anew_when_it_is_known_which_of_them_only_their_call_can_lower(engine, process):
+    net = CompiledNet(engine, Net(block=TwoGraphs), backend="inductor")
+    process.orders("inline", "hold", "")
+    first_call(net)
+    process.begun()
+    first_call(net)
+    assert why_inline(net) == [None], "one was lowered in the call, and would be once more after the other"
+    process.tell("go_on")
+    net.wait()
+    result, _uncompiled = net(X)
+    assert torch.allclose(result, net.net(X), atol=1e-6) and "not here" in why_inline(net)[0]
+    net.wait()
+    assert is_compiled(net)
+
+
 def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(engine, process, monkeypatch):
     process.end()
     monkeypatch.setattr(sys, "executable", "/nowhere/python3")
