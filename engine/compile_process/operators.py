@@ -8,7 +8,8 @@ Lowering only asks for outputs, and gets those of the call with the same inputs.
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ _LAYOUT = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") els
 _LAYOUTS = {"needs_exact_strides", "needs_fixed_stride_order", "needs_contiguous_strides", "flexible_layout"}
 # Keeps what was defined.
 _libraries: list[torch.library.Library] = []
-# By name of an operator that was defined here, the calls in the graph that is being lowered: inputs by name, and outputs.
-_calls: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+# By name of an operator that was defined here, the calls in the graph that is being lowered: inputs and outputs.
+_calls: dict[str, list[tuple[Any, Any]]] = {}
+# The outputs of the call that `noting` is about, by name of the operator, until it is called.
+_next_outputs: dict[str, Any] = {}
 
 
 def is_custom(node: fx.Node) -> bool:
@@ -43,6 +46,14 @@ def forget_calls() -> None:
         calls.clear()
 
 
+def forget_definitions() -> None:
+    """A module that registers an operator itself cannot be imported while it is defined here."""
+    for library in _libraries:
+        library._destroy()
+    _libraries.clear()
+    _calls.clear()
+
+
 def define(schema: str, tags: list[str]) -> None:
     """Define an operator, if PyTorch has none of this name. Raises what PyTorch does for a schema that it cannot read."""
     name = _name(schema)
@@ -57,13 +68,14 @@ def define(schema: str, tags: list[str]) -> None:
     _calls[name] = []
 
 
-def note_call(target: Any, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-    """Note the outputs of a call that is in the graph, where the operator is defined here."""
-    for overload in overloads(target):
-        names = [argument.name for argument in overload._schema.arguments]
-        calls = _calls.get(_name(str(overload._schema)))
-        if calls is not None and len(args) <= len(names) and kwargs.keys() <= set(names):
-            calls.append((_by_name(overload, args, kwargs), outputs))
+@contextmanager
+def noting(target: Any, outputs: Any) -> Iterator[None]:
+    """Run a call that is in the graph: an operator that is defined here gives these outputs, then and for the same inputs."""
+    _next_outputs.update({_name(str(overload._schema)): outputs for overload in overloads(target)})
+    try:
+        yield
+    finally:
+        _next_outputs.clear()
 
 
 def is_changed(target: Any, value: Any, outputs: Any) -> bool:
@@ -74,8 +86,10 @@ def is_changed(target: Any, value: Any, outputs: Any) -> bool:
 
 
 def _outputs(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The outputs of an operator that was defined here, for fake inputs."""
-    form = _form(_by_name(_operator(name), args, kwargs))
+    """The outputs of an operator that was defined here, for fake inputs. PyTorch has brought all calls into one form."""
+    if name in _next_outputs:
+        _calls[name].append(((args, kwargs), _next_outputs.pop(name)))
+    form = _form((args, kwargs))
     for inputs, outputs in _calls[name]:
         if _form(inputs) == form:
             return private.pytree.tree_map_only(torch.Tensor, _like, outputs)
@@ -91,13 +105,6 @@ def _operator(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-
-
-def _by_name(overload: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with the defaults of those that it leaves out."""
-    arguments = overload._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
 
 
 def _form(value: Any) -> Any:

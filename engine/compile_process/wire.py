@@ -19,14 +19,14 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..out_of_place import written_by
+from ..out_of_place import overloads, written_by
 from ..tensor_spec import hint
 from ..torch_compat import attention, private
 from . import operators
@@ -51,6 +51,8 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
     Raises:
         LowerInline: code that the graph names was changed since the graph was traced, or is not found.
     """
+    if any(module not in sys.modules for module in request["sources"]):
+        operators.forget_definitions()
     for module, digest in request["sources"].items():
         try:
             importlib.import_module(module)
@@ -215,7 +217,8 @@ class _Writer:
             return written
         self._operators += [one for one in operators.described(node.target) if one not in self._operators]
         with suppress(LowerInline):  # then it must be an operator that the compile process has
-            written.append(self._outputs(node.meta.get("example_value", ...)))
+            nothing = None if not any(overload._schema.returns for overload in overloads(node.target)) else ...
+            written.append(self._outputs(node.meta.get("example_value", nothing)))
         return written
 
     def _outputs(self, value: Any) -> Any:
@@ -390,10 +393,8 @@ class _Reader:
 
         class Noting(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
-                if node in outputs:
-                    args, kwargs = self.fetch_args_kwargs_from_env(node)
-                    operators.note_call(node.target, args, kwargs, output(outputs[node]))
-                value = next(values) if node.op == "placeholder" else super().run_node(node)
+                with operators.noting(node.target, output(outputs[node])) if node in outputs else nullcontext():
+                    value = next(values) if node.op == "placeholder" else super().run_node(node)
                 node.meta["example_value"] = value
                 return value
 

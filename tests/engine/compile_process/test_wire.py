@@ -1,6 +1,7 @@
 """A graph and its inputs go over to another process and come back the same, and the name of its code tells what is in it."""
 
 import collections
+import hashlib
 import importlib.util
 import json
 import math
@@ -149,13 +150,26 @@ def counted(x: torch.Tensor, count: torch.Tensor, dtype: torch.dtype | None = No
     return x.to(dtype).T.contiguous(), x.sum()
 
 
+@torch.library.custom_op("torch_compile_kit_tests::added", mutates_args={"count"})
+def added(count: torch.Tensor, number: int) -> None:
+    count += number
+
+
+@torch.library.custom_op("torch_compile_kit_tests::cast", mutates_args=())
+def cast(x: torch.Tensor, dtype: torch.dtype = torch.float32, scale: int = 1) -> torch.Tensor:
+    return x.to(dtype) * scale
+
+
+added.register_fake(lambda count, number: None)
+cast.register_fake(lambda x, dtype=torch.float32, scale=1: torch.empty_like(x, dtype=dtype))
 parts.register_fake(lambda x, dim=0, scale=1.0: [part.clone() for part in x.unbind(dim)])
 counted.register_fake(lambda x, count, dtype=None: (x.new_empty((x.shape[1], x.shape[0]), dtype=dtype), x.new_empty(())))
 
 
 def use_operators(x, count):
     first, total = torch.ops.torch_compile_kit_tests.counted(doubled(x[:, :4]), count, dtype=torch.float64)
-    return doubled(first), parts(x, scale=0.5, dim=1)[1] * total
+    added(count, 2)
+    return doubled(first), parts(x, scale=0.5, dim=1)[1] * total, cast(cast(x, torch.float32), scale=2)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -204,6 +218,30 @@ def test_operators_that_another_process_cannot_stand_in_for(engine, wire, what):
         return True
 
     assert traced(engine, NOT_ELSEWHERE[what], torch.randn(3, 3), use=lower) == [True]
+
+
+REGISTERING = """import torch
+@torch.library.custom_op("registered_later::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+doubled.register_fake(torch.empty_like)
+def act(x):
+    return torch.ops.registered_later.doubled(x)
+"""
+
+
+def test_a_module_that_registers_an_operator_which_another_graph_had(wire, tmp_path, monkeypatch):
+    """That graph named no module of the pack, so its operator was defined from the schema."""
+    first = json.dumps(wire.dumps(graph_of(("call_function", doubled._opoverload, ("x",), {})), [fake(2)]))
+    with pytest.raises(wire.LowerInline):  # what it gives is not written there
+        wire.loads(json.loads(first.replace("torch_compile_kit_tests", "registered_later")))
+    (tmp_path / "registers_an_operator.py").write_text(REGISTERING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    second = json.dumps(wire.dumps(graph_of(("call_function", keep, ("x",), {})), [fake(2)]))
+    second = json.loads(second.replace("traced_graphs", "registers_an_operator").replace("keep", "act"))
+    second["sources"] = {"registers_an_operator": hashlib.sha256(REGISTERING.encode()).hexdigest()[:16]}
+    graph, _inputs, _mode = wire.loads(second)
+    assert graph(torch.ones(2))[0].tolist() == [2, 2]
 
 
 def test_an_operator_that_only_this_process_has_and_of_which_the_outputs_are_not_known(wire):
