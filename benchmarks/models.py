@@ -140,6 +140,13 @@ MODELS["sdxl_small"] = Model(
     ),
     torch.float32, (256, 256, 1), 5.0, (1, 77, 64), {"pooled_output": (1, 1280)}, channels=4, family="SDXL",
 )  # fmt: skip
+MODELS["sd15_small"] = Model(
+    dict(
+        MODELS["sd15"].config, model_channels=128, num_res_blocks=[1, 1], channel_mult=[1, 2], transformer_depth=[1, 1],
+        transformer_depth_middle=1, transformer_depth_output=[1, 1, 1, 1], context_dim=64,
+    ),
+    torch.float32, (256, 256, 1), 5.0, (1, 77, 64), channels=4, family="SD15",
+)  # fmt: skip
 MODELS["wan_small"] = Model(
     dict(MODELS["wan14"].config, dim=256, num_heads=2, ffn_dim=512, num_layers=2),
     torch.float32, (128, 128, 5), 1.0, (1, 64, 4096), video=True,

@@ -38,7 +38,7 @@ OPTIONS = {
     "fast": ["--fast", "fp16_accumulation"],
     "easycache": [],
 }
-STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8}
+STEPS = {"flux": 20, "sdxl": 25, "sd15": 20, "z_image": 9, "klein": 4, "wan22": 8}
 TINY_STEPS = 4
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
@@ -87,6 +87,7 @@ SETUPS = {
         Setup("klein"),
         Setup("wan22"),
         Setup("sdxl"),
+        Setup("sd15"),
         *(Setup(model, option=option) for option in ("sage", "flash", "fast", "easycache") for model in ("flux", "sdxl")),
     )
 }
