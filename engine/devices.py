@@ -6,12 +6,22 @@ import time
 
 import torch
 
+from .torch_compat import private
+
 # By device: held during a CUDA graph capture on the device, and by the worker while it loads kernels and publishes code for it.
 gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
 def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def others_in_use(device: torch.device) -> list[torch.device]:
+    """The other GPUs on which this process has had tensors. The host makes a context on all GPUs of a machine when it starts;
+    to ask a GPU without a context for its memory may make one, which takes some hundred MiB."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != index]
+    return [o for o in others if private.has_primary_context(o.index) and torch.cuda.max_memory_allocated(o)]
 
 
 def seconds_when_done(device: torch.device) -> float:

@@ -143,11 +143,11 @@ print("free")
         runs.patcher = tiny.build_patcher("flux", device)
         expected = runs.run(runs.patcher)
         compiled = runs.attach(runs.patcher, backend="cudagraphs")
-        for _ in range(2):
+        for _ in range(3):  # one call may have measured attention, one was captured, and one before
             assert relative_error(runs.run(compiled), expected) < 1e-3
         graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
         notes = engine("host.model.attach").notes_about(compiled)
-        assert graphs.captures == 1 and graphs.replays >= 6, notes
+        assert graphs.captures == 1 and graphs.replays >= 9, notes
 
     def test_a_sampled_model_under_other_settings(self, engine, tiny):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)

@@ -52,7 +52,7 @@ import torch
 from torch import nn
 
 from ..compile.session import tracing_scope
-from ..devices import gpu_locks, seconds_when_done
+from ..devices import gpu_locks, others_in_use, seconds_when_done
 from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..log import logger
 from ..per_model import PerModel
@@ -159,19 +159,20 @@ _capturing: list[torch.cuda.CUDAGraph] = []
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
+def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream, alone: bool) -> Iterator[None]:
     """As `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
 
-    PyTorch cannot end an invalid capture, and leaves the thread on the capture's stream. `set_sync_debug_mode` applies to the
-    whole process, so it is not called if there is a second GPU, which may be at work. Garbage collection is off during the
-    capture, since the garbage may hold memory of an earlier capture.
+    PyTorch cannot end an invalid capture, and leaves the thread on the capture's stream; under cudaMallocAsync the first tensor
+    that is freed then ends the process. `set_sync_debug_mode` applies to the whole process, so it is called only if no other
+    GPU is in use (`alone`); else nothing is captured under cudaMallocAsync (`no_graphs` in host/graphs/policy.py). Garbage
+    collection is off during the capture, since the garbage may hold memory of an earlier capture.
     """
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
     mode = torch.cuda.get_sync_debug_mode()
     _capturing.append(graph)
     try:
         with tracing_scope.applied(gc=False), as_numbers(), capture:
-            if torch.cuda.device_count() == 1:
+            if alone:
                 with warnings.catch_warnings():  # PyTorch warns that the setting is a prototype
                     warnings.simplefilter("ignore")
                     torch.cuda.set_sync_debug_mode("error")
@@ -533,7 +534,7 @@ class ModelGraphs:
                 torch.cuda.synchronize(device)
                 result, output, failed, is_kept = None, None, None, False
                 try:
-                    with _recording(graph, self._pool, stream):
+                    with _recording(graph, self._pool, stream, not others_in_use(device)):
                         try:
                             result = forward(*args, **kwargs, **fixed)
                             output = _copied_into(buffers, result)

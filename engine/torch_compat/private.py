@@ -113,6 +113,9 @@ NAMES = {
     ),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
+    "has_primary_context": PrivateName(
+        "torch._C:_cuda_hasPrimaryContext", "each GPU of the machine gives some memory to this process", lambda _index: True
+    ),
     "function_modes": PrivateName("torch.overrides:_get_current_function_mode_stack", _MODES, list),
     "dispatch_modes": PrivateName("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _MODES, list),
     # Modules of settings. A setting that is missing is not set.

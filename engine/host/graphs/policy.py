@@ -24,6 +24,7 @@ from ...cache.structure import name_of
 from ...compile.binding import modules_at, plan_for
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
+from ...devices import others_in_use
 from ...log import logger
 from ...per_model import PerModel
 from ...settings import CompileSettings
@@ -111,12 +112,14 @@ def no_graphs(device: torch.device) -> str | None:
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
         version = ".".join(torch.__version__.split(".")[:2])
-        if version in private.CAPTURES_ASYNC:
+        if version not in private.CAPTURES_ASYNC:
+            reason = f"with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}"
+        elif others := others_in_use(device):
+            used = " and ".join(map(str, others))
+            reason = f"ComfyUI uses {used}, too, and with cudaMallocAsync, its default, a failed capture could then end it"
+        else:
             return None
-        return (
-            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}. "
-            "Start ComfyUI with --disable-cuda-malloc to have them."
-        )
+        return f"CUDA graphs are off: {reason}. Start ComfyUI with --disable-cuda-malloc to have them."
     if allocator != "native":
         return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
     return None

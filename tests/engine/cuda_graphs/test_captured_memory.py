@@ -33,12 +33,13 @@ def devices(engine, monkeypatch):
     for name, value in {
         "device": device, "graph": graph, "CUDAGraph": CUDAGraph, "Stream": lambda device: f"a stream of {device}",
         "graph_pool_handle": object, "synchronize": lambda device: said.append(("synchronize", device)),
-        "get_sync_debug_mode": lambda: mode[-1], "set_sync_debug_mode": mode.append, "device_count": lambda: 1,
+        "get_sync_debug_mode": lambda: mode[-1], "set_sync_debug_mode": mode.append,
         "current_stream": lambda: "the stream of the call",
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     module = engine("cuda_graphs.capture")
     monkeypatch.setattr(module, "allocate_workspace", lambda stream: None)
+    monkeypatch.setattr(module, "others_in_use", lambda device: [])
     module.capture_stream.cache_clear()
     yield said
     module.capture_stream.cache_clear()
@@ -64,10 +65,10 @@ def test_each_device_captures_on_a_stream_of_its_own(engine, devices):
         devices.clear()
 
 
-@pytest.mark.parametrize(("gpus", "mode"), [(1, "error"), (2, 0)])
-def test_what_waits_for_the_gpu_raises_in_a_capture(engine, devices, monkeypatch, gpus, mode):
-    """For the process, so not beside another GPU."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+@pytest.mark.parametrize(("others", "mode"), [([], "error"), ([torch.device("cuda", 1)], 0)])
+def test_what_waits_for_the_gpu_raises_in_a_capture(engine, devices, monkeypatch, others, mode):
+    """For the process, so not if it uses another GPU as well."""
+    monkeypatch.setattr(engine("cuda_graphs.capture"), "others_in_use", lambda device: others)
     graphs, seen, x = engine("cuda_graphs.capture").ModelGraphs(), [], torch.ones(2)
     graphs.model.device = torch.device("cuda", 0)
     assert capture(engine, graphs, lambda x: seen.append(torch.cuda.get_sync_debug_mode()) or x, x)

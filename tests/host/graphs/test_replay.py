@@ -258,13 +258,16 @@ def test_a_model_that_is_one_block_is_compiled_and_captured(engine, monkeypatch,
 
 
 def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
-    no_graphs = engine("host.graphs.policy").no_graphs
+    no_graphs, others = engine("host.graphs.policy").no_graphs, []
     assert no_graphs(torch.device("cpu")) == ""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(engine("torch_compat.private"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
+    monkeypatch.setattr(engine("host.graphs.policy"), "others_in_use", lambda _device: others)
     assert no_graphs(torch.device("cuda")) is None
+    others.append(torch.device("cuda", 1))
+    assert "cuda:1" in (said := no_graphs(torch.device("cuda"))) and "--disable-cuda-malloc" in said
     monkeypatch.setattr(engine("torch_compat.private"), "CAPTURES_ASYNC", set())
     assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
