@@ -86,7 +86,7 @@ uncompiled, as they would not gain ([figures](figures.md)).
 ## ComfyUI and PyTorch
 ComfyUI 0.26 or newer; PyTorch 2.9 to 2.15. With another PyTorch that lacks what compiling needs the model runs uncompiled,
 and the node says so. With ComfyUI's default allocator (cudaMallocAsync) CUDA graphs are used on PyTorch 2.11 and 2.15, where
-that has been measured; with others, and where ComfyUI uses a second GPU as well, they need ComfyUI's option `--disable-cuda-malloc`.
+that has been measured; with others, and where ComfyUI uses a second GPU as well, they need its option `--disable-cuda-malloc`.
 
 {matrix}
 
