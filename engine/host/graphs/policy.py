@@ -39,7 +39,7 @@ MEASURED_CALLS = 3
 # A capture has to be saved back within so many calls: a LoRA, a size or a prompt length that has changed needs another one. For
 # Flux on H200s whose processors are slow it took 0.4 to 0.8 s, and a replay saved 0.003 to 0.017 s a call.
 CALLS_TO_PAY = 40
-# What takes longer than so many times that is kept on disk: a busy machine makes a capture take some times as long.
+# What takes longer than so many times that is believed for good: a busy machine makes a capture take some times as long.
 FAR_FROM = 3
 # The GPU's time grows with the size, the CPU's does not: what does not pay for one size may for one so much smaller.
 SMALLER = 0.9
@@ -138,6 +138,7 @@ class Payoff:
     Args:
         pay_to: they do up to this size of a latent; `not_from`: from this size on the GPU is busy enough without them.
         saved_to: up to this size a capture in this process was soon saved back; `refused_from`: from this size on one was not.
+        refused_before: from this size on one was not in an earlier process, the last that captured one.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
         backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
     """
@@ -146,6 +147,7 @@ class Payoff:
     not_from: float = math.inf
     saved_to: float = 0
     refused_from: float = math.inf
+    refused_before: float = math.inf
     ran: dict[int, int] = field(default_factory=dict)
     backlogs: dict[int, list[float]] = field(default_factory=dict)
 
@@ -160,10 +162,10 @@ def _payoff_for(network: nn.Module) -> Payoff:
     """With what an earlier process has measured."""
     cache = current()
     kept = _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", "")) if cache is not None else None
-    return Payoff(float(kept[1]), float(kept[2])) if kept else Payoff()
+    return Payoff(float(kept[1]), float(kept[2]), refused_before=float(kept[3] or math.inf)) if kept else Payoff()
 
 
-_KEPT = re.compile(r"pay to (\S+), not from (\S+)")
+_KEPT = re.compile(r"pay to (\S+), not from ([^\s,]+)(?:, refused from (\S+))?")
 payoff_of = PerModel(_payoff_for)
 # For each card, if the call before was measured: whose it was, in which run of the sampler, and when it was over.
 _before: dict[torch.device, tuple[Payoff, int, float]] = {}
@@ -220,7 +222,8 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
 def _keep(network: nn.Module, payoff: Payoff) -> None:
     cache = current()
     if cache is not None:
-        cache.remember(name_of(network), {"graphs pay": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
+        kept = f"pay to {payoff.pay_to}, not from {payoff.not_from}, refused from {payoff.refused_before}"
+        cache.remember(name_of(network), {"graphs pay": kept})
 
 
 def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], None] | None:
@@ -231,14 +234,18 @@ def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Calla
 
 def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
     """Believe one capture that pays. After one that does not there are no graphs in this process, and in later ones if it was
-    far from it: on a busy machine it may have been the first of many."""
+    far from it or the second in two processes: on a busy machine it may have been the first of many."""
     payoff = payoff_of(network)
     if saved * CALLS_TO_PAY >= cost:
-        payoff.saved_to = size
-        return
-    payoff.pay_to, payoff.refused_from = payoff.saved_to, SMALLER * size
-    if saved * FAR_FROM * CALLS_TO_PAY < cost and not payoff.saved_to:
-        payoff.not_from = min(payoff.not_from, payoff.refused_from)
+        payoff.saved_to, payoff.refused_before = size, math.inf
         _keep(network, payoff)
+        return
+    refused_from = payoff.refused_from = SMALLER * size
+    if not payoff.saved_to:
+        if saved * FAR_FROM * CALLS_TO_PAY < cost or payoff.refused_before <= size:
+            payoff.pay_to, payoff.not_from = 0, min(payoff.not_from, refused_from)
+        payoff.refused_before = min(payoff.refused_before, refused_from)
+        _keep(network, payoff)
+    payoff.pay_to = payoff.saved_to
     text = "%s: CUDA graphs would not pay: to capture one takes %.2f s, and a replay saves %.3f s"
     logger.info(text, type(network).__name__, cost, saved)
