@@ -74,7 +74,6 @@ class BlockCode:
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
-        _refused: version of which a graph must be lowered in the call that traces it, see `lower_in_call`.
         _retries: by patches, how often their failure was reset; for no patches, since a lowering.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
@@ -102,7 +101,6 @@ class BlockCode:
     breaks_alone: int = 0
     ran_uncompiled: bool = False
     entries: set[str] = field(default_factory=set)
-    _refused: int | None = None
     _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced: Counter[tuple] = field(default_factory=Counter)
@@ -220,14 +218,11 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lower_in_call(self, version: int) -> None:
-        """Called on the worker when a graph must be lowered in the call that traces it."""
-        self._refused = version
-
-    def job_ended(self, job: Job) -> None:
-        """Called on the worker. Once no other graph waits, discard code of which a graph was refused: the next call traces the
-        block, and lowers all that were refused. After each refusal, it would lower those before it once more."""
-        if self._refused == self.version and all(other is job or other.over for other in list(self.jobs)):
+    def retrace(self, version: int, known_by: Job | None = None) -> None:
+        """Called when a job has shown that its graph must be lowered in the call that traces it, and when such a graph is called.
+        Once this is known of all graphs the code is discarded, and the next call traces the block: after each of them, it would
+        lower those before once more. A job that was put off is not waited for."""
+        if version == self.version and all(job is known_by or job.over or job.due for job in list(self.jobs)):
             self.discard()
 
     def lowered_in_call(self, reason: str) -> None:

@@ -227,6 +227,7 @@ class TracedGraph:
         self._holds: Callable[[tuple], bool] | None = None
         self._other_sizes: Callable | None = None
         self._job: Job | None = None
+        self._is_refused = False  # it must be lowered in the call that traces it
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
@@ -244,6 +245,10 @@ class TracedGraph:
         owner: Any = self._owner()
         call, job = current.call, self._job
         if call is None or owner.failure is not None:
+            return self._run_traced(*args)
+        if self._is_refused:
+            owner.retrace(self._version)
+            call.uncompiled = owner.ran_uncompiled = True
             return self._run_traced(*args)
         is_free = job is None and not is_capturing(self._device)
         if is_free and (ready := ready_for(self._request)) is not None:
@@ -282,7 +287,6 @@ class TracedGraph:
             traced, live_owner = graph(), owned_by()
             if traced is not None and live_owner is not None:
                 traced.lower(live_owner, cached)
-                live_owner.job_ended(job)
 
         def on_error(error: Exception) -> None:
             if (live_owner := owned_by()) is not None:
@@ -302,7 +306,8 @@ class TracedGraph:
         except (LowerInline, private.MissingName) as error:
             if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
                 owner.must_be_inline[self._request.key] = str(error)
-            owner.lower_in_call(self._version)
+            self._is_refused = True
+            owner.retrace(self._version, known_by=job)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:

@@ -590,14 +590,37 @@ def test_graphs_of_a_block_are_traced_anew_when_it_is_known_which_of_them_only_t
     process.orders("inline", "hold", "")
     first_call(net)
     process.begun()
-    first_call(net)
-    assert why_inline(net) == [None], "one was lowered in the call, and would be once more after the other"
+    for _ in range(2):
+        first_call(net)
+        assert why_inline(net) == [None], "one was lowered in the call, and would be once more after the other"
     process.tell("go_on")
     net.wait()
-    result, _uncompiled = net(X)
-    assert torch.allclose(result, net.net(X), atol=1e-6) and "not here" in why_inline(net)[0]
+    first_call(net)  # the graph that was refused finds out that nothing else is awaited
+    net(X)
+    assert "not here" in why_inline(net)[0]
     net.wait()
     assert is_compiled(net)
+
+
+def test_graphs_that_only_their_call_can_lower_are_asked_for_once(engine, process, monkeypatch):
+    """Calls go on while the process thinks about each of them."""
+    asked, calls, is_over = [], [], threading.Event()
+
+    def refuse(request, block, patient):
+        asked.append(request.key)
+        wait_until(functools.partial(lambda end: len(calls) >= end or is_over.is_set(), len(calls) + 2), "no more calls")
+        raise engine("compile_process.artefact").LowerInline("not here")
+
+    monkeypatch.setitem(engine("compile.traced_graph").LOWERERS, "inductor", refuse)
+    net = CompiledNet(engine, Net(block=TwoGraphs), backend="inductor")
+    for _ in range(50):
+        calls.append(1)
+        if why_inline(net) != [None] and not net(X)[1]:
+            break
+        net(X)
+        time.sleep(0.02)
+    is_over.set()
+    assert len(asked) == len(set(asked)) == 2 and is_compiled(net)
 
 
 def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(engine, process, monkeypatch):
