@@ -17,11 +17,25 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def others_in_use(device: torch.device) -> list[torch.device]:
-    """The other GPUs on which this process has had tensors. The host makes a context on all GPUs of a machine when it starts;
-    to ask a GPU without a context for its memory may make one, which takes some hundred MiB."""
+    """The other GPUs on which this process has had tensors since it was started. The host makes a context on all GPUs of a
+    machine when it starts; to ask a GPU without a context for its memory may make one, which takes some hundred MiB."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != index]
-    return [o for o in others if private.has_primary_context(o.index) and torch.cuda.max_memory_allocated(o)]
+    others = [i for i in range(torch.cuda.device_count()) if i != index]
+    _used.update(i for i in others if i not in _used and _has_had_tensors(i))
+    return [torch.device("cuda", i) for i in others if i in _used]
+
+
+# Indices of GPUs on which tensors were found.
+_used: set[int] = set()
+
+
+def _has_had_tensors(index: int) -> bool:
+    try:
+        if not private.has_primary_context(index):
+            return False
+        return torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]["peak"] > 0
+    except (RuntimeError, KeyError):  # a GPU that has failed cannot be asked
+        return True
 
 
 def seconds_when_done(device: torch.device) -> float:

@@ -116,7 +116,7 @@ def no_graphs(device: torch.device) -> str | None:
             reason = f"with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}"
         elif others := others_in_use(device):
             used = " and ".join(map(str, others))
-            reason = f"ComfyUI uses {used}, too, and with cudaMallocAsync, its default, a failed capture could then end it"
+            reason = f"ComfyUI has used {used}, too, and with cudaMallocAsync, its default, a failed capture could then end it"
         else:
             return None
         return f"CUDA graphs are off: {reason}. Start ComfyUI with --disable-cuda-malloc to have them."
