@@ -118,6 +118,7 @@ FOREIGN = {
     "torch._dynamo.decorators": "_dynamo_static_indices _has_dynamo_dim_marking",
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable _torchdynamo_wrapper_id",
     "torch._ops.OpOverload": "_schema",
+    "torch.library.Library": "_destroy",
     "comfy.ops": "_full_precision_mm _prefetch _v _v_signature _v_weight _v_bias",
     "comfy.ldm.flux.model.Flux": "_forward",  # the `forward` of a model without the wrappers
     "comfy.model_patcher": "_pin_state _pins",

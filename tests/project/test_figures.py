@@ -131,9 +131,9 @@ def test_the_chart_shows_the_ratios_of_the_table(benchmark):
     shown = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     beside = tables_of.short_table()
     for name, detail, (kjnodes, ours) in ratios:
-        assert {name, detail, f"{ours:.2f}"} <= set(shown) and f"| **{ours:.2f}** |" in beside
+        assert {name, detail, f"{ours:.2f}"} <= set(shown)
         told, there = ("KJNodes: no image, ends with an error", "dies") if kjnodes == math.inf else (f"{kjnodes:.2f}",) * 2
-        assert told in shown and f"| {there} | **{ours:.2f}** |" in beside
+        assert told in shown and any(f"| {there} |" in line and f"| **{ours:.2f}** |" in line for line in beside.splitlines())
     assert [group[2][1] for group in ratios] == sorted(group[2][1] for group in ratios)
 
 
