@@ -219,7 +219,7 @@ class BlockCode:
             tell()
 
     def retrace(self, version: int, known_by: Job | None = None) -> None:
-        """Called when a job has shown that its graph must be lowered in the call that traces it, and when such a graph is called.
+        """Called when a job shows that its graph must be lowered in the call that traces it, and when such a graph is called.
         Once this is known of all graphs the code is discarded, and the next call traces the block: after each of them, it would
         lower those before once more. A job that was put off is not waited for."""
         if version == self.version and all(job is known_by or job.over or job.due for job in list(self.jobs)):
