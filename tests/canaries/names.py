@@ -79,6 +79,9 @@ USES = {
     "torch._functorch.config.force_non_lazy_backward_lowering": Use(since="2.10"),  # before, it is as if it were off
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": replaced("features", "cooperative_reduction"),
     "torch._inductor.compile_fx.select_decomp_table": called(),
+    # Before, there are no artefacts, and graphs are lowered in the call that traces them.
+    "torch._inductor.standalone_compile.AOTCompiledArtifact": Use(since="2.10"),
+    "torch._inductor.standalone_compile.AOTCompiledArtifact.deserialize": Use(since="2.10"),
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
     "torch._subclasses.fake_tensor.init_gpu_context": replaced(),
     "torch.utils._triton._extern_libs_key": Use(since="2.12"),  # before, a graph on disk does not depend on libdevice

@@ -1,6 +1,7 @@
 """Blocks of plain PyTorch, compiled: sharing, shapes, failures, scopes."""
 
 import gc
+import importlib
 import json
 import sys
 import threading
@@ -243,6 +244,10 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
 def test_every_backend_that_a_cpu_can_run(engine, backend):
     """Inductor also in the background, and as its code is found there by the calls that wait."""
+    if backend == "inductor" and not hasattr(
+        importlib.import_module("torch._inductor.standalone_compile"), "AOTCompiledArtifact"
+    ):
+        pytest.skip("PyTorch before 2.10 lowers graphs in the call that traces them")
     net, x = Net(), torch.randn(2, 4, 8)
     step, before = CompiledNet(engine, net, backend=backend), torch_settings()
     expected, eager = step(x)
