@@ -4,7 +4,7 @@ frames of a call in one piece of memory."""
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from .torch_settings import SharedScope
@@ -52,4 +52,5 @@ def in_one_piece(call: Callable, *args: Any, **kwargs: Any) -> Any:
 
 # Words of the frame of `in_one_piece`: a little more than 512 KiB, so that its piece has 1 MiB. Pages that no frame uses are
 # never touched.
-in_one_piece.__code__ = in_one_piece.__code__.replace(co_stacksize=66_000)
+with suppress(ValueError, OverflowError):  # a Python that limits the size of frames
+    in_one_piece.__code__ = in_one_piece.__code__.replace(co_stacksize=66_000)
