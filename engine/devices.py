@@ -34,7 +34,9 @@ def _has_had_tensors(index: int) -> bool:
         if not private.has_primary_context(index):
             return False
         return torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]["peak"] > 0
-    except (RuntimeError, KeyError):  # a GPU that has failed cannot be asked
+    except KeyError:  # CUDA is not initialised
+        return False
+    except RuntimeError:  # a GPU that has failed cannot be asked
         return True
 
 

@@ -62,7 +62,7 @@ class BlockCode:
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes whose number differs between blocks (VACE's `block_id`), so that it is no constant of the graph.
         lowering: seconds that the slowest of its graphs took to be lowered in this process's life.
-        compiles: how often it was traced, plus how often a graph of it was lowered.
+        compiles: how often it was traced, a graph of it was lowered, or its code was discarded.
         jobs: one for each graph of it that waits for the worker or is being lowered.
         version: goes up when what was compiled is discarded.
         writes_in_place: some graph of it writes into a tensor, which may be an input.
@@ -218,11 +218,13 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def retrace(self, version: int, known_by: Job | None = None) -> None:
-        """Called when a job shows that its graph must be lowered in the call that traces it, and when such a graph is called.
-        Once this is known of all graphs the code is discarded, and the next call traces the block: after each of them, it would
-        lower those before once more. A job that was put off is not waited for."""
-        if version == self.version and all(job is known_by or job.over or job.due for job in list(self.jobs)):
+    def retrace(self, version: int, call: ModelCall) -> None:
+        """Called when a graph is called that must be lowered in the call that traces it. Once this is known of all graphs the
+        code is discarded, and the next call traces the block: after each of them, it would lower those before once more. A job
+        that was put off is not waited for."""
+        known = all(job.over or job.due for job in list(self.jobs))
+        if known and version == self.version and call.may_trace and not self.is_tracing:
+            self._traces_in_run.clear()
             self.discard()
 
     def lowered_in_call(self, reason: str) -> None:
@@ -267,7 +269,9 @@ class BlockCode:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
         self._traced.clear()
+        self.limit_reached = False
         self.version += 1
+        self.compiles += 1  # so that CUDA graphs of the code go as well
 
     def raise_if_stopped(self, failure: Failure | None = None) -> None:
         """Raise `failure`, or else the code's own failure, if the user has set `on_failure` to stop."""

@@ -113,6 +113,7 @@ def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, opt
     if name not in LOWERERS:
         raise LowerInline("only graphs for inductor go to the compile process")
     compile_process.check()
+    _ = private.AOTCompiledArtifact  # before PyTorch 2.10 there is none, and the process would lower the graph in vain
     if _has_varying_numbers(graph, inputs):
         raise LowerInline("a number in it varies")
     fakes = fakes_of(graph, inputs)
@@ -247,7 +248,8 @@ class TracedGraph:
         if call is None or owner.failure is not None:
             return self._run_traced(*args)
         if self._is_refused:
-            owner.retrace(self._version)
+            if not is_capturing(self._device):
+                owner.retrace(self._version, call)
             call.uncompiled = owner.ran_uncompiled = True
             return self._run_traced(*args)
         is_free = job is None and not is_capturing(self._device)
@@ -307,7 +309,6 @@ class TracedGraph:
             if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
                 owner.must_be_inline[self._request.key] = str(error)
             self._is_refused = True
-            owner.retrace(self._version, known_by=job)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:

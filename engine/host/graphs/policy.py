@@ -167,6 +167,8 @@ def _payoff_for(network: nn.Module) -> Payoff:
 
 _KEPT = re.compile(r"pay to (\S+), not from ([^\s,]+)(?:, refused from (\S+))?")
 payoff_of = PerModel(_payoff_for)
+# Structures of which this process has refused a capture: another model of them reads that from disk.
+_refused_here: set[str] = set()
 # For each card, if the call before was measured: whose it was, in which run of the sampler, and when it was over.
 _before: dict[torch.device, tuple[Payoff, int, float]] = {}
 
@@ -237,12 +239,16 @@ def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
     far from it or the second in two processes: on a busy machine it may have been the first of many."""
     payoff = payoff_of(network)
     if saved * CALLS_TO_PAY >= cost:
-        payoff.saved_to, payoff.refused_before = size, math.inf
-        _keep(network, payoff)
+        payoff.saved_to = size
+        if payoff.refused_before <= size:
+            payoff.refused_before = math.inf
+            _keep(network, payoff)
         return
     refused_from = payoff.refused_from = SMALLER * size
     if not payoff.saved_to:
-        if saved * FAR_FROM * CALLS_TO_PAY < cost or payoff.refused_before <= size:
+        is_second = payoff.refused_before <= size and name_of(network) not in _refused_here
+        _refused_here.add(name_of(network))
+        if saved * FAR_FROM * CALLS_TO_PAY < cost or is_second:
             payoff.pay_to, payoff.not_from = 0, min(payoff.not_from, refused_from)
         payoff.refused_before = min(payoff.refused_before, refused_from)
         _keep(network, payoff)

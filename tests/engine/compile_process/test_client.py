@@ -542,6 +542,7 @@ def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(pr
     first_call(net)
     net.wait()
     why = process.now.refusal.reason
+    first_call(net)  # the graph that was refused finds out, and the next call traces
     assert "ended with 7" in why and is_compiled(net) and why_inline(net) == [why]
     assert [r.levelno for r in caplog.records if "in the step that needs it" in r.getMessage()] == [logging.WARNING]
     monkeypatch.setattr(sys, "executable", PYTHON)
@@ -560,6 +561,7 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     monkeypatch.setattr(sys, "executable", executable)
     net(X)
     net.wait()
+    net(X)  # a graph that was refused finds out, and the next call traces
     assert is_compiled(net) and why_inline(net) == [process.now.refusal.reason]
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     assert not other(X)[1]
@@ -570,6 +572,7 @@ def test_a_graph_that_only_its_call_can_lower_is_no_reason_for_others_of_the_blo
     process.orders("inline")
     first_call(net)
     net.wait()
+    first_call(net)  # finds out, and the next one traces
     assert is_compiled(net)
     (why,) = why_inline(net)
     assert "not here" in why
@@ -647,6 +650,7 @@ def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the
         monkeypatch.delitem(vars(private), where, raising=False)
     net(X)
     net.wait()
+    net(X)  # a graph that was refused finds out, and the next call traces
     assert is_compiled(net) and process.now.refusal is None
     (why,) = why_inline(net)
     assert "has no torch._renamed" in why

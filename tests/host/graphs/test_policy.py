@@ -296,7 +296,9 @@ def test_a_capture_that_does_not_pay_is_the_last_in_later_processes_if_that_is_c
     cache = types.SimpleNamespace(remember=lambda _network, choices: kept.update(choices), choices=lambda _network: kept)
     machine = Machine(engine, monkeypatch, cache)
     for process, cost in enumerate(costs):
-        call = machine.model(compile_when="before first image")
-        machine.moments = [0.0, cost, 6.0, 6.1, 7.0, 7.08]
-        assert [call() for _ in range(CALLS + 1)][-1] == (process < captured)
-        assert bool(engine("cuda_graphs.capture").graphs_of(call.network).graphs) is (cost < 1)
+        monkeypatch.setattr(engine("host.graphs.policy"), "_refused_here", set())
+        for model in range(2 if process == 0 and name != "far from paying" else 1):
+            call = machine.model(compile_when="before first image")
+            machine.moments = [0.0, cost, 6.0, 6.1, 7.0, 7.08]
+            assert [call() for _ in range(CALLS + 1)][-1] == (process < captured), f"model {model} of process {process}"
+            assert bool(engine("cuda_graphs.capture").graphs_of(call.network).graphs) is (cost < 1)
