@@ -189,6 +189,9 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
     assert group.stats.graphs == 3 and group.code.limit_reached and [reason.name for reason in group.eager] == ["LIMIT"]
     (message,) = (r.getMessage() for r in caplog.records if "cache_limit" in r.getMessage())
     assert "Block: compiled 3 times" in message and "size mismatch at index 1" in message
+    group.code.discard()  # new code has a limit of its own
+    run(net, x, backend="eager", dynamic="false", cache_limit=3)
+    assert group.stats.graphs == 4 and not group.code.limit_reached
 
 
 def test_only_what_a_failed_call_has_changed_is_put_back(engine):
