@@ -222,8 +222,8 @@ class BlockCode:
         """Called when a graph is called that must be lowered in the call that traces it. Once this is known of all graphs the
         code is discarded, and the next call traces the block: after each of them, it would lower those before once more. A job
         that was put off is not waited for."""
-        known = all(job.over or job.due for job in list(self.jobs))
-        if known and version == self.version and call.may_trace and not self.is_tracing:
+        is_waiting = any(not job.over and not job.due for job in list(self.jobs))
+        if not is_waiting and version == self.version and call.may_trace and not self.is_tracing:
             self._traces_in_run.clear()
             self.discard()
 
