@@ -161,6 +161,8 @@ async def memory(_request: web.Request) -> web.Response:
 @PromptServer.instance.routes.get("/session/graphs")
 async def graphs(_request: web.Request) -> web.Response:
     """CUDA graphs captured and replayed for the models that are in memory."""
+    # A list of all objects keeps garbage alive: the host's only collection after /free may have come upon such a one.
+    gc.collect()
     module = next((m for name, m in sys.modules.copy().items() if name.endswith("engine.cuda_graphs.capture")), None)
     found = [item for item in gc.get_objects() if module is not None and type(item) is module.ModelGraphs]
     return web.json_response({name: sum(getattr(item, name) for item in found) for name in ("captures", "replays")})

@@ -17,7 +17,7 @@ import torch
 
 from ..failures.describe import never_swallowed
 from ..log import logger
-from ..threads import started
+from ..threads import in_one_piece, started
 
 # How often a job that runs out of memory is tried in all; after how many seconds it, or a postponed job, is tried again.
 ATTEMPTS, RETRY_SECONDS = 20, 5.0
@@ -72,7 +72,7 @@ class Compiler:
                 return
             job.is_queued = True
             if self._thread is None and not self._is_stopped:
-                thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
+                thread = threading.Thread(target=in_one_piece, args=[self._run], name="torch-compile-kit compile", daemon=True)
                 self._thread = thread if started(thread) else None
             if self._thread is None or self._is_stopped:
                 job.over = True

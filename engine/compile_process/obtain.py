@@ -22,7 +22,7 @@ from ..cache.environment import environment
 from ..files import write_whole
 from ..log import logger
 from ..tensor_spec import hint, is_symbol
-from ..threads import started, yielding
+from ..threads import in_one_piece, started, yielding
 from ..torch_compat import private
 from ..torch_settings import SharedScope, folder_scope
 from . import lowering_settings, wire
@@ -213,7 +213,7 @@ _IMPORTED = "callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton
 @functools.cache
 def import_ahead() -> threading.Thread:
     """Import what tracing and `load` need, seconds of Python, on a thread of its own. Once a process."""
-    thread = threading.Thread(target=_import, name="torch-compile-kit import", daemon=True)
+    thread = threading.Thread(target=in_one_piece, args=[_import], name="torch-compile-kit import", daemon=True)
     started(thread)
     return thread
 

@@ -21,6 +21,7 @@ from ...messages.status import Status
 from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words, told
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
+from ...threads import in_one_piece
 from ...torch_compat import private
 from ..graphs.policy import always_replays, is_short_of_memory
 from ..weights.blocks import Loaded
@@ -79,7 +80,7 @@ class BlockCompiler:
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         with observed(self.settings, self.status, executor.class_obj, args, kwargs):
-            return self._call(executor, *args, **kwargs)
+            return in_one_piece(self._call, executor, *args, **kwargs)
 
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
         """The wrapper of the patcher that runs the model: the host calls a guider's second model with the first one's options.
