@@ -151,9 +151,17 @@ MODELS["wan_small"] = Model(
     dict(MODELS["wan14"].config, dim=256, num_heads=2, ffn_dim=512, num_layers=2),
     torch.float32, (128, 128, 5), 1.0, (1, 64, 4096), video=True,
 )  # fmt: skip
-# A third of the depth of both models of the pair, which share a file: what a step of the whole takes is three times as long.
-MODELS["wan22"] = replace(MODELS["wan14"], config=dict(MODELS["wan14"].config, num_layers=12))
+# A third of the depth, since several servers hold their weights at once: a step of the whole takes three times as long. Both
+# models of the pair share a file.
+MODELS["wan22"] = replace(MODELS["wan14"], config=dict(MODELS["wan14"].config, num_layers=12), size=(832, 480, 81))
 MODELS["wan22_small"] = MODELS["wan_small"]
+MODELS["qwen_edit"] = replace(
+    MODELS["qwen_image"], config=dict(MODELS["qwen_image"].config, num_layers=20), size=(1024, 1024, 1), text=(1, 512, 3584)
+)
+MODELS["qwen_edit_small"] = replace(
+    MODELS["qwen_edit"], config=dict(MODELS["qwen_image"].config, num_layers=1), dtype=torch.float32, size=(128, 128, 1),
+    text=(1, 64, 3584),
+)  # fmt: skip
 MODELS["klein_small"] = replace(
     MODELS["klein"],
     config=dict(MODELS["klein"].config, context_in_dim=256, hidden_size=512, num_heads=4, depth=2, depth_single_blocks=2),

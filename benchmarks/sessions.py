@@ -57,6 +57,7 @@ COMPILERS = {
     "kjnodes": "TorchCompileModelAdvanced",  # the newest for every model: those for one model are marked as deprecated
     "kjnodes_static": "TorchCompileModelAdvanced",  # the same, with --disable-dynamic-vram
     "ours": MODEL_NODE,
+    "ours_static": MODEL_NODE,
     "warmup": MODEL_NODE,
 }
 
@@ -192,7 +193,7 @@ class Graph:
         from . import models
 
         size = {"width": width, "height": height, "batch_size": batch}
-        if name.startswith("wan"):
+        if name.startswith(("wan", "qwen_edit")):
             return self.add("latent", "EmptyHunyuanLatentVideo", **size, length=models.MODELS[name].size[2])
         return self.add("latent", EMPTY_LATENTS[models.MODELS[name].channels], **size)
 
@@ -330,7 +331,7 @@ class Bench:
             arguments, packs: more arguments of main.py, more packs.
         """
         packs = ["session_nodes.py", *packs]
-        if variant == "kjnodes_static":
+        if variant.endswith("_static"):
             arguments = ["--disable-dynamic-vram", *arguments]
         if variant.startswith("kjnodes"):
             packs.append("kjnodes")

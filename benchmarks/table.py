@@ -30,7 +30,7 @@ from devtools.server import Server, ServerError
 
 from .sessions import GGUF_PACK, KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
 
-VARIANTS = ("eager", "core", "kjnodes", "kjnodes_static", "ours")
+VARIANTS = ("eager", "core", "kjnodes", "kjnodes_static", "ours", "ours_static")
 OPTIONS = {
     "": [],
     "sage": ["--use-sage-attention"],
@@ -38,7 +38,7 @@ OPTIONS = {
     "fast": ["--fast", "fp16_accumulation"],
     "easycache": [],
 }
-STEPS = {"flux": 20, "sdxl": 25, "sd15": 20, "z_image": 9, "klein": 4, "wan22": 8}
+STEPS = {"flux": 20, "sdxl": 25, "sd15": 20, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
 TINY_STEPS = 4
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
@@ -85,6 +85,7 @@ SETUPS = {
         Setup("z_image"),
         Setup("z_image", "int8"),
         Setup("klein"),
+        Setup("qwen_edit"),
         Setup("wan22"),
         Setup("sdxl"),
         Setup("sd15"),
@@ -116,6 +117,9 @@ def prompt_of(
     graph, about = Graph(info), models.MODELS[model]
     positive = graph.add("prompts", "SessionPrompts", name=model, tokens=about.text[1], negative_tokens=about.text[1])
     latent = graph.latent(model, *about.size[:2])
+    if setup.model == "qwen_edit":
+        for name in ("reference", "other reference"):
+            positive = graph.add(name, "ReferenceLatent", conditioning=positive, latent=latent)
     common = {"steps": steps, "cfg": about.cfg, "sampler_name": "euler", "scheduler": "simple"}
     common |= {"positive": positive, "negative": ["prompts", 1]}
     patcher = graph.compile("compile", load(graph, "model", setup, model, kernel), variant, settings)
@@ -181,6 +185,10 @@ class Contender:
     server: Server
     row: dict
     held: int = 0
+
+    @property
+    def is_ours(self) -> bool:
+        return self.variant in ("ours", "ours_static")
 
     @contextmanager
     def turn(self):
@@ -298,7 +306,7 @@ class Table(Bench):
 
     def _first(self, of: Contender) -> None:
         """The first prompts, until all code is there."""
-        if of.variant != "ours":
+        if not of.is_ours:
             self._run(of, "first", 1000)
             return
         of.row["settings"] = settings_for(of.server.get("/object_info"), self.options.settings)
@@ -322,7 +330,7 @@ class Table(Bench):
         usual = statistics.fmean if of.setup.option == "easycache" else statistics.median  # EasyCache skips some of the steps
         row["step"] = round(usual(step_seconds(settled)), 5)
         row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
-        if of.variant == "ours":
+        if of.is_ours:
             report = of.server.get("/torch-compile-kit/report")["models"]
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
             row["compiled_in_call"] = [sentence for model in report for sentence in model["compiled_in_call"]]
@@ -370,7 +378,7 @@ def main() -> None:
     setups = [setup for setup in setups if options.gguf or setup.weights != "gguf"]
     variants = [variant for variant in options.variants if options.kjnodes or not variant.startswith("kjnodes")]
     if options.tiny:  # no Sage on a CPU; small models that the host's loader does not know have no files
-        with_files = ("flux", "klein", "wan22")
+        with_files = ("flux", "klein", "wan22", "qwen_edit")
         setups = [s for s in setups if s.option not in ("sage", "flash") and (s.weights == "default" or s.model in with_files)]
     table = Table(options)
     try:
