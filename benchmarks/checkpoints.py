@@ -178,7 +178,8 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--model", required=True, choices=list(models.MODELS))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["default"], help="gguf needs its package")
+    only_vae = "none: the VAE and a LoRA alone; gguf needs its package"
+    parser.add_argument("--formats", nargs="*", choices=list(FORMATS), default=["default"], help=only_vae)
     options = parser.parse_args()
     os.environ["COMFYUI_PATH"] = options.host
     inprocess.enter_host(options.folder.resolve())

@@ -1,12 +1,18 @@
 """Make the tables of docs/measurements.md, and of docs/figures.md the one of parts, from results files."""
 
-from .results import NAMES, PRECISIONS, cell, lines_of, newest, ratio, rows, value_cell
+from .results import NAMES, PRECISIONS, cell, lines_of, newest, ratio, rows
 
-VAES = {
-    "flux": "Flux, 1024x1024", "sdxl": "SDXL, 1024x1024", "qwen": "Qwen-Image, 1328x1328", "wan": "Wan 2.1, 832x480x33",
-    "ltx": "LTX, 768x512x97", "hunyuan": "HunyuanVideo, 832x480x33",
-}  # fmt: skip
-KEPT = {True: "channels last", False: "as it was"}
+# Of each part of parts.py: its name, and what is timed, in a table.
+PARTS = {"vae": ("VAE", "a decode"), "controlnet": ("ControlNet", "a step"), "training": ("Train LoRA", "a step")}
+# The node of each part, and where it gains nothing.
+OF_PARTS = {
+    "vae": ("VAE Channels Last", "Qwen-Image, LTX and HunyuanVideo are left as they are"),
+    "controlnet": ("Torch Compile ControlNet", "T2I adapters and Control LoRA are left as they are"),
+    "training": ("Torch Compile", "offloaded weights train uncompiled"),
+}
+# The variant with all that this pack has for a part.
+OURS = {"vae": "ours", "controlnet": "both", "training": "ours"}
+NOT_MEASURED = "Not measured with this version."
 
 
 def prebuilt_table() -> str:
@@ -52,81 +58,50 @@ def soak_table() -> str:
     return lines_of(head, lines, sources)
 
 
-def vae_table() -> str:
-    """A line a VAE, from the newest run with a peer beside it: seconds of a decode, and what the first one took."""
-    decodes, sources = rows("vae", "vae")
-    source = newest(decodes, variant="kjnodes")["source"]
-    variants = ("eager", "kjnodes", "ours")
-    lines = []
-    for model, name in VAES.items():
-        taken = {}
-        for vram in ("legacy", "dynamic"):  # dynamic wins if both have a row
-            of = {v: newest(decodes, source=source, model=model, vram=vram, variant=v) for v in variants}
-            if of["eager"] and "seconds" in of["eager"]:
-                taken, loaded = of, "" if vram == "dynamic" else ", partial loading"
-        cells = [value_cell(taken[v], taken["eager"], "seconds", 3) for v in variants]
-        firsts = ", ".join(f"{taken[v]['first']:.1f}" if "first" in taken[v] else "-" for v in variants)
-        kept = KEPT[taken["ours"]["channels_last"]["decode"]]
-        lines.append(f"| {name}{loaded} | {' | '.join(cells)} | {kept} | {firsts} |")
-    head = ["seconds to decode", "eager", "KJNodes", "VAE Channels Last", "it keeps", "the first decode: eager, KJNodes, ours"]
-    return lines_of(head, lines, sources[-1:])
-
-
-def controlnet_table() -> str:
-    """A line a model, each variant against eager's steps of its process."""
-    steps, sources = rows("controlnet", "controlnet_node")
-    variants = ("eager", "model alone", "both", "controlnet alone", "controlnet whole")
-    lines = []
-    for model in sorted({row["model"] for row in steps}):
-        taken = {v: newest(steps, model=model, variant=v) for v in variants}
-        cells = [cell(taken[v], taken["eager"]) for v in variants]
-        errors = [f"{max(taken[v]['errors']):.4f}" for v in variants[1:]]
-        lines.append(f"| {NAMES[model]} | {' | '.join(cells)} | {', '.join(errors)} |")
-    head = ["seconds per step", "eager", "model compiled", "both", "ControlNet", "ControlNet as KJNodes compiles it", "errors"]
-    return lines_of(head, lines, sources)
-
-
-def training_table() -> str:
-    """A line a run of the trainer."""
-    steps, sources = rows("training", "training")
-    lines = []
-    set_up = ("source", "run", "model", "batch", "depth", "bypass", "cudnn")
-    for values in dict.fromkeys(tuple(row.get(key) for key in set_up) for row in steps):
-        eager, ours = (newest(steps, **dict(zip(set_up, values, strict=True)), variant=v) for v in ("eager", "ours"))
-        row = ours or eager
-        what = f"batch {row['batch']}, depth {row['depth']}{', bypass' if row['bypass'] else ''}"
-        attention = "cuDNN" if row.get("cudnn", True) else "others"
-        first = f"{ours['first']:.0f}" if ours and "first" in ours else "-"
-        peaks = ", ".join(f"{r['peak_gib']:.0f}" if r and "step" in r else "-" for r in (eager, ours))
-        lines.append(
-            f"| {NAMES[row['model']]} | {what} | {attention} | {cell(eager, eager)} | {cell(ours, eager)} | {first} | {peaks} |"
-        )
-    head = ["seconds per step of LoRA training", "trainer", "attention", "eager", "ours", "first step", "peak GiB: eager, ours"]
-    return lines_of(head, lines, sources)
+def _parts() -> tuple[dict[str, dict[str, dict]], list[str]]:
+    """The rows of each set-up of parts.py by variant, of the newest run with eager; and where they come from."""
+    measured, sources = rows("parts", "part")
+    by_set_up = {}
+    for setup in dict.fromkeys(row["setup"] for row in measured):
+        eager = newest(measured, setup=setup, variant="eager")
+        if eager is not None and ("step" in eager or "died" in eager):
+            of_run = [row for row in measured if (row["setup"], row["source"]) == (setup, eager["source"])]
+            by_set_up[setup] = {row["variant"]: row for row in of_run if "step" in row or "died" in row}
+    return by_set_up, sources
 
 
 def parts_table() -> str:
-    """Of docs/figures.md: a line a part, what it gains (newest shares of eager's time) and where it does not."""
-    decoded, controlled = rows("vae", "vae")[0], rows("controlnet", "controlnet_node")[0]
-    trained = rows("training", "training")[0]
+    """A line a part and model: seconds of a step of each variant and the share of eager's; more of each, in the same order."""
+    by_set_up, sources = _parts()
+    lines = []
+    for of in by_set_up.values():
+        eager, ours = of["eager"], of.get(OURS[of["eager"]["part"]])
+        name, timed = PARTS[eager["part"]]
+        attention = f", uncompiled with {eager['attention']}" if "attention" in eager else ""
+        what = f"{name}: {NAMES[eager['model']]}{attention}"
+        cells = [cell(of.get(variant) if variant else ours, eager) for variant in ("eager", "kjnodes", "model", None)]
+        of_row = [row for row in (eager, of.get("kjnodes"), of.get("model"), ours) if row]
+        prompts, firsts, errors, gib = (
+            ", ".join(f"{row[key]:{digits}}" if key in row else "-" for row in of_row)
+            for key, digits in (("seconds", ".2f"), ("first", ".1f"), ("error", ".2g"), ("vram_gib", ".1f"))
+        )
+        lines.append(f"| {what} | {timed} | {' | '.join(cells)} | {prompts} | {firsts} | {errors} | {gib} |")
+    head = ["", "seconds of", "uncompiled", "KJNodes", "Torch Compile alone", "with the part's node"]
+    head += ["each of these: a prompt, s", "first, s", "error", "VRAM, GiB"]
+    return lines_of(head, lines, sources) if lines else NOT_MEASURED
 
-    def vae(model: str) -> str:
-        ours = newest(decoded, model=model, variant="ours")
-        eager = newest(decoded, source=ours["source"], model=model, vram=ours["vram"], variant="eager")
-        return f"{ours['seconds'] / eager['seconds']:.2f}"
 
-    def both(model: str) -> str:
-        return ratio(*(newest(controlled, model=model, variant=v) for v in ("both", "eager")))
-
-    def training(model: str) -> str:
-        return ratio(*(newest(trained, model=model, batch=1, depth=2, cudnn=False, variant=v) for v in ("ours", "eager")))
-
-    lines = [
-        f"| VAE | VAE Channels Last | decoding: Flux {vae('flux')}, SDXL {vae('sdxl')}, Wan {vae('wan')}; nothing is compiled "
-        "| Qwen-Image, LTX and HunyuanVideo are left as they are |",
-        f"| ControlNet | Torch Compile ControlNet | steps of SDXL {both('sdxl')}, Flux {both('flux')}, the model compiled too "
-        "| T2I adapters and Control LoRA are left as they are |",
-        f"| LoRA training | Torch Compile | steps of Train LoRA: Flux {training('flux')}, SDXL {training('sdxl')}; "
-        "the first takes half a minute | offloaded weights train uncompiled |",
-    ]
-    return lines_of(["part", "with", "share of the uncompiled time", "does not"], lines)
+def short_parts_table() -> str:
+    """Of docs/figures.md: a line a part, ours as a share of eager's time."""
+    by_set_up, _ = _parts()
+    lines = []
+    for part, (node, does_not) in OF_PARTS.items():
+        shares = [
+            f"{NAMES[of['eager']['model']].partition(',')[0]} {ratio(of.get(OURS[part]), of['eager'])}"
+            for of in by_set_up.values()
+            if of["eager"]["part"] == part
+        ]
+        name, timed = PARTS[part]
+        lines.append(f"| {name} | {node} | {timed}: {', '.join(shares)} | {does_not} |" if shares else "")
+    head = ["part", "with", "share of the uncompiled time", "does not"]
+    return lines_of(head, [*filter(None, lines)]) if by_set_up else NOT_MEASURED

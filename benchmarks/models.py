@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 LORA_RANK = 16
+# Double blocks of Flux' ControlNet, as InstantX' and Shakker's have; that of a UNet is as large as its first half.
+CONTROL_DEPTH = 5
 # The host's autoencoders: of images, and of Wan's videos.
 VAE = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
@@ -154,7 +156,7 @@ MODELS["wan_small"] = Model(
 # A third of the depth, since several servers hold their weights at once: a step of the whole takes three times as long. Both
 # models of the pair share a file.
 MODELS["wan22"] = replace(MODELS["wan14"], config=dict(MODELS["wan14"].config, num_layers=12), size=(832, 480, 81))
-MODELS["wan22_small"] = MODELS["wan_small"]
+MODELS["wan14_small"] = MODELS["wan22_small"] = MODELS["wan_small"]
 MODELS["qwen_edit"] = replace(
     MODELS["qwen_image"], config=dict(MODELS["qwen_image"].config, num_layers=20), size=(1024, 1024, 1), text=(1, 512, 3584)
 )
@@ -190,7 +192,7 @@ def build(name: str, device: torch.device):
     import comfy.model_patcher
 
     config = MODELS[name].host_config()
-    with torch.inference_mode(), torch.device(device):
+    with torch.device(device):
         base_model = config.get_model({}, "", device=device)
         generator = torch.Generator(device=device).manual_seed(1)
         for key, parameter in base_model.named_parameters():
@@ -198,6 +200,44 @@ def build(name: str, device: torch.device):
             parameter.data = random_weight(key, parameter.shape, parameter.dtype, device, generator)
     base_model.to(device).eval()
     return comfy.model_patcher.ModelPatcher(base_model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def build_control(name: str):
+    """A ControlNet for a model, as the host's loader makes it (comfy/controlnet.py), with random weights."""
+    import comfy.cldm.cldm
+    import comfy.controlnet
+    import comfy.latent_formats
+    import comfy.ldm.flux.controlnet
+    import comfy.model_management as management
+    import comfy.ops
+
+    config, dtype, device = MODELS[name].config, MODELS[name].dtype, management.get_torch_device()
+    cast = management.unet_manual_cast(dtype, device)
+    layers = {"operations": comfy.ops.pick_operations(dtype, cast), "dtype": dtype, "device": management.unet_offload_device()}
+    about = {"load_device": device, "manual_cast_dtype": cast}
+    if config.get("image_model") == "flux":
+        config = {**config, "depth": min(CONTROL_DEPTH, config["depth"]), "depth_single_blocks": 0}
+        network = comfy.ldm.flux.controlnet.ControlNetFlux(latent_input=True, **config, **layers)
+        latents = comfy.latent_formats.Flux()
+        about |= {"compression_ratio": 1, "latent_format": latents, "extra_conds": ["y", "guidance"]}
+    else:
+        left_out = ("out_channels", "transformer_depth_output")
+        config = {key: value for key, value in config.items() if key not in left_out}
+        network = comfy.cldm.cldm.ControlNet(hint_channels=3, **config, **layers)
+    generator = torch.Generator(device=device).manual_seed(4)
+    for key, parameter in network.named_parameters():
+        parameter.requires_grad_(False)
+        parameter.data = random_weight(key, parameter.shape, dtype, device, generator).to(parameter.device)
+    return comfy.controlnet.ControlNet(network, **about)
+
+
+def latent(name: str, seed: int, batch: int) -> torch.Tensor:
+    """Random latents of the model's size."""
+    model = MODELS[name]
+    width, height = (side // (16 if model.channels == 128 else 8) for side in model.size[:2])
+    frames = [(model.size[2] - 1) // 4 + 1] if model.video else []
+    shape = [batch, model.channels, *frames, height, width]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_weight(key: str, shape, dtype, device, generator) -> torch.Tensor:

@@ -29,7 +29,7 @@ PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in N
 # What each environment of a run says.
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
 # kind of a row -> the file that holds it
-FILES = {"prebuilt": "prebuilt", "session": "sessions", "soak": "soak", "table": "table"}
+FILES = {"part": "parts", "prebuilt": "prebuilt", "session": "sessions", "soak": "soak", "table": "table"}
 
 
 def rows(table: str, *kinds: str) -> tuple[list[dict], list[str]]:

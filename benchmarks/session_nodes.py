@@ -1,4 +1,5 @@
-"""A custom node file for the sessions' server: prompts without a text encoder, and when each step of a sampler was done.
+"""A custom node file for the sessions' server: prompts without a text encoder, and when each step of a sampler, a trainer or a
+decode was done.
 
 A step is over when the GPU has done it. The sampler's callback is called as soon as the step's work is queued, so the callback
 records an event, whose time is read after the prompt. The first step begins where the sampler does, after the host has loaded
@@ -22,6 +23,8 @@ from aiohttp import web
 from comfy.ldm.modules.attention import optimized_attention
 from server import PromptServer
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nodes
 
 _file = os.path.join(os.path.dirname(os.path.realpath(__file__)), "models.py")
 _spec = importlib.util.spec_from_file_location("session_models", _file)
@@ -103,6 +106,25 @@ def process_latent_out(self, latent):
 comfy.samplers.KSAMPLER.max_denoise = max_denoise
 latent_preview.prepare_callback = prepare_callback
 comfy.model_base.BaseModel.process_latent_out = process_latent_out
+
+
+def _note_training(trainer) -> None:
+    """Note when a LoRA's training begins and when each of its steps is done: as it makes and moves its bar of progress."""
+
+    class ProgressBar(trainer.ProgressBar):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            _samplings.append([_mark()])
+
+        def update(self, value):
+            super().update(value)
+            _samplings[-1].append(_mark())
+
+    trainer.ProgressBar = ProgressBar
+
+
+if "TrainLoraNode" in nodes.NODE_CLASS_MAPPINGS:
+    _note_training(sys.modules[nodes.NODE_CLASS_MAPPINGS["TrainLoraNode"].__module__])
 
 
 @PromptServer.instance.routes.get("/session/steps")
@@ -191,7 +213,55 @@ class SessionModel:
     CATEGORY = "sessions"
 
     def load(self, name):
-        return (models.build(name, torch.device("cpu")),)
+        patcher = models.build(name, torch.device("cpu"))
+        # A trainer loads it again, as the host's loaders have it.
+        patcher.cached_patcher_init = (lambda name, disable_dynamic=False: self.load(name)[0], (name,))
+        return (patcher,)
+
+
+class SessionLatent:
+    """Random latents of the model's size."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"name": (list(models.MODELS),), "seed": ("INT",), "batch_size": ("INT",)}}
+    )
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "generate"
+    CATEGORY = "sessions"
+
+    def generate(self, name, seed, batch_size):
+        return ({"samples": models.latent(name, seed, batch_size)},)
+
+
+class SessionDecode:
+    """VAE Decode, noted as a sampling of one step that returns the images; nothing is saved."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"samples": ("LATENT",), "vae": ("VAE",)}})
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "decode"
+    CATEGORY = "sessions"
+
+    def decode(self, samples, vae):
+        before = _mark()
+        (images,) = nodes.VAEDecode().decode(vae, samples)
+        _samplings.append([before, _mark()])
+        _latents[:] = [images]
+        return {}
+
+
+class SessionControlNet:
+    """A ControlNet of real size for the model, and a random image of the model's size for it."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"name": (list(models.MODELS),)}})
+    RETURN_TYPES = ("CONTROL_NET", "IMAGE")
+    FUNCTION = "load"
+    CATEGORY = "sessions"
+
+    def load(self, name):
+        width, height, _ = models.MODELS[name].size
+        image = torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(5))
+        return models.build_control(name), image
 
 
 class SessionAttention:
@@ -267,4 +337,9 @@ def _attention_with(kernel):
     return attention
 
 
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in (SessionPrompts, SessionModel, SessionAttention, SessionImagePrompt)}
+NODE_CLASS_MAPPINGS = {
+    node.__name__: node
+    for node in (
+        SessionPrompts, SessionModel, SessionLatent, SessionDecode, SessionControlNet, SessionAttention, SessionImagePrompt,
+    )
+}  # fmt: skip

@@ -50,7 +50,7 @@ ELSEWHERE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_
 KEPT = ("user", "home", "tmp")
 # What a compilation imports, and all that it imports in turn.
 COMPILER_PACKAGES = ("torch", "triton", "sympy", "mpmath", "networkx")
-# variant -> the node that compiles
+# variant -> the node that compiles; a benchmark's variants that are not here have our pack too
 COMPILERS = {
     "eager": None,
     "core": "TorchCompileModel",
@@ -149,10 +149,10 @@ SESSIONS = {
 }
 
 
-def settings_for(info: dict, settings: dict) -> dict:
+def settings_for(info: dict, settings: dict, node: str = MODEL_NODE) -> dict:
     """Those of the settings that this version of the node has."""
-    known = widgets(info[MODEL_NODE])
-    return {name: value for name, value in settings.items() if name in known}
+    names = widgets(info[node])
+    return {name: value for name, value in settings.items() if name in names}
 
 
 class Graph:
@@ -287,7 +287,8 @@ class Bench:
             self.link("kjnodes", options.kjnodes.resolve())
         if options.gguf:
             self.link(GGUF_PACK, options.gguf.resolve())
-        make_bytecode(self.base, options.host)
+        if not options.tiny:  # it takes a minute of two cores
+            make_bytecode(self.base, options.host)
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
 
@@ -318,9 +319,9 @@ class Bench:
 
     def clear(self, *folders: str) -> None:
         """Remove what servers left in these folders, and what they made."""
-        for variant in COMPILERS:
+        for variant in (self.base / "servers").glob("*"):
             for folder in (*folders, "output", "temp"):
-                shutil.rmtree(self.folder(variant) / folder, ignore_errors=True)
+                shutil.rmtree(variant / folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def server(self, variant: str, cores: int = 0, arguments=(), packs=()):
@@ -335,7 +336,7 @@ class Bench:
             arguments = ["--disable-dynamic-vram", *arguments]
         if variant.startswith("kjnodes"):
             packs.append("kjnodes")
-        elif COMPILERS[variant] == MODEL_NODE:
+        elif COMPILERS.get(variant, MODEL_NODE) == MODEL_NODE:
             packs.append(PACK_NAME)
         arguments = [
             "--front-end-root",

@@ -26,9 +26,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from devtools.prompts import MODEL_NODE
 from devtools.server import Server, ServerError
 
-from .sessions import GGUF_PACK, KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
+from .sessions import COMPILERS, GGUF_PACK, KEPT, Bench, Graph, OutOfTimeError, arguments, at_work, parse, settings_for
 
 VARIANTS = ("eager", "core", "kjnodes", "kjnodes_static", "ours", "ours_static")
 OPTIONS = {
@@ -187,8 +188,8 @@ class Contender:
     held: int = 0
 
     @property
-    def is_ours(self) -> bool:
-        return self.variant in ("ours", "ours_static")
+    def has_our_pack(self) -> bool:
+        return COMPILERS.get(self.variant, MODEL_NODE) == MODEL_NODE
 
     @contextmanager
     def turn(self):
@@ -233,8 +234,8 @@ def _used() -> int:
 class Table(Bench):
     """Rows of set-ups. `latents` holds eager's last latent of each set-up."""
 
-    def __init__(self, options):
-        super().__init__(options, "table")
+    def __init__(self, options, module: str = "table"):
+        super().__init__(options, module)
         self.latents = self.base / "latents"
         self.latents.mkdir(exist_ok=True)
 
@@ -253,14 +254,24 @@ class Table(Bench):
 
     def measure(self, setup: Setup, model: str, variants: list[str]) -> None:
         """A row for each of the variants; one that dies is a result."""
-        self.left()
-        self.clear(*KEPT)
         about = {"kind": "table", "setup": setup.name, "model": model, "weights": setup.weights, "option": setup.option}
         packs = [GGUF_PACK] if setup.weights == "gguf" else []
+        self.take_turns(about, setup, variants, SETTLED, arguments=OPTIONS[setup.option], packs=packs)
+
+    def take_turns(self, about: dict, setup: Setup, variants: list[str], settled: int, **server) -> None:
+        """Run the prompts of the variants.
+
+        Args:
+            about: what each row says first.
+            settled: how many prompts count.
+            server: further arguments of `Bench.server`.
+        """
+        self.left()
+        self.clear(*KEPT)
         with ExitStack() as stack:
 
             def enter(variant: str) -> Server:
-                return stack.enter_context(self.paused(variant, arguments=OPTIONS[setup.option], packs=packs))
+                return stack.enter_context(self.paused(variant, **server))
 
             with ThreadPoolExecutor() as together:
                 servers = list(together.map(enter, variants))
@@ -268,9 +279,9 @@ class Table(Bench):
             contenders = []
             for variant, server in zip(variants, servers, strict=True):
                 row = {**about, "variant": variant, "prompts": [], "server_start": round(server.seconds_to_start, 1)}
-                contenders.append(Contender(setup, model, variant, server, row, held))
+                contenders.append(Contender(setup, about["model"], variant, server, row, held))
             self.known["rows"] += [contender.row for contender in contenders]
-            settled = TINY_SETTLED if self.options.tiny else SETTLED
+            settled = TINY_SETTLED if self.options.tiny else settled
             before_last = [functools.partial(self._run, name="settled", seed=2000 + n) for n in range(1, settled)]
             for part in (self._first, *before_last, self._last):
                 for contender in contenders:
@@ -295,18 +306,21 @@ class Table(Bench):
 
     def _run(self, of: Contender, name: str, seed: int, kernel: str | None = None) -> bool:
         """One prompt; whether there is a result."""
-        steps = TINY_STEPS if self.options.tiny else STEPS[of.setup.model]
-        info, settings = of.server.get("/object_info"), self.options.settings
-        nodes = prompt_of(info, of.setup, of.model, of.variant, steps, seed, settings, kernel)
-        taken = self.run(of.server, nodes)
+        taken = self.run(of.server, self.nodes_of(of, of.server.get("/object_info"), seed, kernel))
         of.row["prompts"].append({"prompt": name, **taken})
         if "died" in taken and kernel is None:
             of.row["died"] = taken["died"]
         return "died" not in taken
 
+    def nodes_of(self, of: Contender, info: dict, seed: int, kernel: str | None) -> dict:
+        return prompt_of(info, of.setup, of.model, of.variant, self.steps(of), seed, self.options.settings, kernel)
+
+    def steps(self, of: Contender) -> int:
+        return TINY_STEPS if self.options.tiny else STEPS[of.setup.model]
+
     def _first(self, of: Contender) -> None:
         """The first prompts, until all code is there."""
-        if not of.is_ours:
+        if not of.has_our_pack:
             self._run(of, "first", 1000)
             return
         of.row["settings"] = settings_for(of.server.get("/object_info"), self.options.settings)
@@ -322,40 +336,53 @@ class Table(Bench):
 
     def _last(self, of: Contender) -> None:
         """The last of the settled prompts, and what they tell."""
-        if not self._run(of, "settled", LAST_SEED):
-            return
-        row, latent = of.row, str(self.latents / f"{of.setup.name}.pt")
+        if self._run(of, "settled", LAST_SEED):
+            self._sum_up(of)
+            self._compare(of)
+            if of.variant == "eager" and not of.setup.option:
+                self._noise(of)
+
+    def _sum_up(self, of: Contender) -> None:
+        row = of.row
         settled = [prompt for prompt in row["prompts"] if prompt["prompt"] == "settled"]
         row["seconds"] = round(statistics.median(prompt["seconds"] for prompt in settled), 3)
         usual = statistics.fmean if of.setup.option == "easycache" else statistics.median  # EasyCache skips some of the steps
         row["step"] = round(usual(step_seconds(settled)), 5)
         row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
-        if of.is_ours:
+        if of.has_our_pack:
             report = of.server.get("/torch-compile-kit/report")["models"]
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
             row["compiled_in_call"] = [sentence for model in report for sentence in model["compiled_in_call"]]
             row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
             row["cuda_graphs"] = of.server.get("/session/graphs")["captures"]
+
+    def _compare(self, of: Contender) -> None:
+        """Keep eager's last latent; the distance of the others' from that."""
         if of.variant == "eager":
-            of.server.post("/session/latent", {"file": latent})
-        elif Path(latent).exists():
-            error = of.server.post("/session/latent", {"file": latent, "compare": True})["error"]
-            row["error"] = float(f"{error:.4g}")
-        if of.variant != "eager" or of.setup.option:
-            return
-        row["noise"] = {}
+            of.server.post("/session/latent", {"file": self._latent_file(of)})
+        elif Path(self._latent_file(of)).exists():
+            of.row["error"] = self._error(of)
+
+    def _noise(self, of: Contender) -> None:
+        of.row["noise"] = {}
         for kernel in KERNELS[self.options.tiny]:
             if self._run(of, f"with {kernel}", LAST_SEED, kernel):
-                error = of.server.post("/session/latent", {"file": latent, "compare": True})["error"]
-                row["noise"][kernel] = float(f"{error:.4g}")
-                if error:
+                of.row["noise"][kernel] = self._error(of)
+                if of.row["noise"][kernel]:
                     break
+
+    def _latent_file(self, of: Contender) -> str:
+        return str(self.latents / f"{of.setup.name}.pt")
+
+    def _error(self, of: Contender) -> float:
+        error = of.server.post("/session/latent", {"file": self._latent_file(of), "compare": True})["error"]
+        return float(f"{error:.4g}")
 
 
 def step_seconds(prompts: list[dict]) -> list[float]:
-    """Seconds of the steps of these prompts without the first step of each sampling, which includes loading."""
+    """Seconds of the steps of these prompts without the first step of each sampling, which includes loading; or of decodes."""
     samplings = [steps for prompt in prompts for steps in (*prompt.get("warmup_steps", []), prompt["steps"])]
-    return [seconds for steps in samplings for seconds in steps[1:]]
+    return [seconds for steps in samplings for seconds in steps[1:] or steps]
 
 
 def _line(row: dict) -> str:

@@ -40,7 +40,7 @@ FIGURES = {
     "table": session_tables.short_table,
     "waited": session_tables.waited_note,
     "ready": session_tables.ready_after,
-    "parts": figure_tables.parts_table,
+    "parts": figure_tables.short_parts_table,
 }
 GUIDE = {"recorded": session_tables.recorded_where}
 MEASUREMENTS = {
@@ -48,9 +48,7 @@ MEASUREMENTS = {
     "sessions": session_tables.sessions_table,
     "prompts": session_tables.prompts_table,
     "soak": figure_tables.soak_table,
-    "vae": figure_tables.vae_table,
-    "controlnet": figure_tables.controlnet_table,
-    "training": figure_tables.training_table,
+    "parts": figure_tables.parts_table,
     "models": compatibility.set_ups_table,
 }
 FLEET = {"prebuilt": figure_tables.prebuilt_table}

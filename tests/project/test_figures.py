@@ -350,3 +350,33 @@ def test_the_tables_have_a_column_for_cores_node_where_a_run_has_measured_it_and
     monkeypatch.setattr(tables_of, "rows", lambda *_: (new, sources))
     row = "| SDXL, fp16, 1024x1024, 25 steps | 2.0 | 3.0 | 1.5 | **1.0** (-50 %) | 5.0 | 30.0 | 20.0 | 6.0 |"
     assert row in tables_of.gains_table()
+
+
+def test_the_table_of_parts_shows_the_newest_run_of_each_and_says_where_nothing_was_measured(benchmark, measured):
+    tables = benchmark("figure_tables")
+
+    def row(setup, variant, step, **more):
+        part, model = setup.split("-")
+        taken = {"step": step, "seconds": 10 * step, "first": 2 * step, "vram_gib": 8.0} if step else {}
+        return {"kind": "part", "part": part, "setup": setup, "model": model, "variant": variant, **taken, **more}
+
+    assert tables.parts_table() == tables.short_parts_table() == tables.NOT_MEASURED
+    old = [row("vae-sdxl", "eager", 9.0), row("vae-sdxl", "ours", 9.0, error=0.5)]
+    old += [row("controlnet-flux", "eager", 9.0), row("controlnet-flux", "kjnodes", 9.0)]
+    new = [row("vae-sdxl", "eager", 0.2), row("vae-sdxl", "kjnodes", 0.15, error=0.01)]
+    new += [row("vae-sdxl", "ours", 0.1, error=0.002)]
+    new += [row("controlnet-flux", "eager", 0.4), row("controlnet-flux", "model", 0.3), row("controlnet-flux", "both", 0.2)]
+    new += [row("training-flux", "eager", 0.8, attention="MATH")]
+    new += [row("training-flux", "ours", None, died="OutOfMemoryError: no")]
+    new += [row("vae-flux", "eager", None)]  # not finished
+    measured("parts", (old, {}), (new, {}))
+    assert tables.parts_table().splitlines()[2:5] == [
+        "| VAE: SDXL, 1024x1024, cfg 5 | a decode | 0.2 | 0.15 (0.75) | - | 0.1 (0.50) | 2.00, 1.50, 1.00 | 0.4, 0.3, 0.2 "
+        "| -, 0.01, 0.002 | 8.0, 8.0, 8.0 |",
+        "| ControlNet: Flux-dev 12B, 1024x1024 | a step | 0.4 | - | 0.3 (0.75) | 0.2 (0.50) | 4.00, 3.00, 2.00 | 0.8, 0.6, 0.4 "
+        "| -, -, - | 8.0, 8.0, 8.0 |",
+        "| Train LoRA: Flux-dev 12B, 1024x1024, uncompiled with MATH | a step | 0.8 | - | - | dies: OutOfMemoryError | 8.00, - "
+        "| 1.6, - | -, - | 8.0, - |",
+    ]
+    shares = [line.split(" | ")[2] for line in tables.short_parts_table().splitlines()[2:]]
+    assert shares == ["a decode: SDXL 0.50", "a step: Flux-dev 12B 0.50", "a step: Flux-dev 12B -"]
