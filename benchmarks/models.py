@@ -5,6 +5,7 @@ The sessions' server loads this file by itself (session_nodes.py), so nothing of
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 
@@ -208,6 +209,7 @@ def build_control(name: str):
     import comfy.controlnet
     import comfy.latent_formats
     import comfy.ldm.flux.controlnet
+    import comfy.memory_management
     import comfy.model_management as management
     import comfy.ops
 
@@ -215,15 +217,17 @@ def build_control(name: str):
     cast = management.unet_manual_cast(dtype, device)
     layers = {"operations": comfy.ops.pick_operations(dtype, cast), "dtype": dtype, "device": management.unet_offload_device()}
     about = {"load_device": device, "manual_cast_dtype": cast}
-    if config.get("image_model") == "flux":
-        config = {**config, "depth": min(CONTROL_DEPTH, config["depth"]), "depth_single_blocks": 0}
-        network = comfy.ldm.flux.controlnet.ControlNetFlux(latent_input=True, **config, **layers)
-        latents = comfy.latent_formats.Flux()
-        about |= {"compression_ratio": 1, "latent_format": latents, "extra_conds": ["y", "guidance"]}
-    else:
-        left_out = ("out_channels", "transformer_depth_output")
-        config = {key: value for key, value in config.items() if key not in left_out}
-        network = comfy.cldm.cldm.ControlNet(hint_channels=3, **config, **layers)
+    # Under dynamic VRAM the host's layers have no weights before a file is loaded.
+    with mock.patch.object(comfy.memory_management, "aimdo_enabled", False):
+        if config.get("image_model") == "flux":
+            config = {**config, "depth": min(CONTROL_DEPTH, config["depth"]), "depth_single_blocks": 0}
+            network = comfy.ldm.flux.controlnet.ControlNetFlux(latent_input=True, **config, **layers)
+            latents = comfy.latent_formats.Flux()
+            about |= {"compression_ratio": 1, "latent_format": latents, "extra_conds": ["y", "guidance"]}
+        else:
+            left_out = ("out_channels", "transformer_depth_output")
+            config = {key: value for key, value in config.items() if key not in left_out}
+            network = comfy.cldm.cldm.ControlNet(hint_channels=3, **config, **layers)
     generator = torch.Generator(device=device).manual_seed(4)
     for key, parameter in network.named_parameters():
         parameter.requires_grad_(False)

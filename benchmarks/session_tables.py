@@ -211,9 +211,9 @@ README_SETUPS = ("sdxl", "flux-scaled", "flux-int8", "flux", "wan22", "z_image")
 CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks"), "qwen_edit": ("Qwen-Image-Edit", "20 of 60 blocks")}
 
 
-def _is_waited_for(row: dict) -> bool:
-    """Whether the first prompt waited for compiling, by a setting of the run; the default mode does not wait."""
-    return "at once" in row["command"] or "before first image" in row["command"]
+def _stays_uncompiled(row: dict) -> bool:
+    """Whether ours has put compiling off, until after the prompts that were measured."""
+    return row.get("graphs") == 0 and not row.get("cuda_graphs")
 
 
 def _first(row: dict) -> float | None:
@@ -243,7 +243,7 @@ def gains_table() -> str:
     variants, digits = [v for v in _variants(measured) if all(v in of for _, of in measured)], _digits(measured)
     lines = []
     for setup, of in measured:
-        cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
+        cells = [_row_title(setup) + (" ¹" if _stays_uncompiled(of["ours"]) else "")]
         for variant in variants:
             row = of.get(variant, {})
             seconds = f"{row['seconds']:.{digits}f}" if "seconds" in row else "dies" if "died" in row else "-"
@@ -283,26 +283,26 @@ def slowest_first() -> str:
     pairs = [
         (_first(of["ours"]), _first(of["eager"]), setup)
         for setup, of in _measured()[0]
-        if setup.name in README_SETUPS and not _is_waited_for(of["ours"])
+        if setup.name in README_SETUPS and not _stays_uncompiled(of["ours"])
     ]
     ours, eager, setup = max((pair for pair in pairs if pair[0] and pair[1]), key=lambda pair: pair[0] / pair[1])
     return f"{_setup_title(setup)} {ours:.1f} s instead of {eager:.1f} s"
 
 
-def waited_note(setups: Iterable[str] = SETUPS) -> str:
-    """The footnote of the rows of `setups` that are marked, if any is: what the default mode does instead."""
-    marked = [setup for setup, of in _measured()[0] if setup.name in setups and _is_waited_for(of["ours"])]
+def uncompiled_note(setups: Iterable[str] = SETUPS) -> str:
+    """The footnote of the rows of `setups` that are marked, if any is."""
+    marked = [setup for setup, of in _measured()[0] if setup.name in setups and _stays_uncompiled(of["ours"])]
     models = dict.fromkeys(_setup_title(Setup(setup.model)) for setup in marked)
     if not models:
         return ""
     return (
-        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, quick images and\n"
-        "videos stay uncompiled until compiling is likely to pay off; the node tells you."
+        f"¹ Uncompiled in all prompts that were measured: {', '.join(models)}. Prompts so quick are compiled after so\n"
+        "many of them that it is likely to pay off; the node tells you how many are left."
     )
 
 
-def readme_waited_note() -> str:
-    return waited_note(README_SETUPS)
+def readme_uncompiled_note() -> str:
+    return uncompiled_note(README_SETUPS)
 
 
 def where_measured() -> str:
@@ -315,8 +315,8 @@ def where_measured() -> str:
 
 
 def _by_default() -> list[dict[str, dict]]:
-    """The README's rows whose first prompt did not wait for compiling."""
-    return [of for setup, of in _measured()[0] if setup.name in README_SETUPS and not _is_waited_for(of["ours"])]
+    """The README's rows that were compiled."""
+    return [of for setup, of in _measured()[0] if setup.name in README_SETUPS and not _stays_uncompiled(of["ours"])]
 
 
 def ready_after() -> str:
@@ -327,14 +327,12 @@ def ready_after() -> str:
 
 def without_dynamic_vram() -> str:
     """The README's: Flux with KJNodes' node and `--disable-dynamic-vram`: its steps, and a LoRA switched on."""
-    sessions, shares, with_lora = Sessions(rows("sessions", "session")[0]), [], []
+    sessions, with_lora = Sessions(rows("sessions", "session")[0]), []
+    flux = next(of for setup, of in _measured()[0] if setup.name == "flux")
+    shares = [flux[variant]["step"] / flux["eager"]["step"] for variant in ("kjnodes_static", "ours")]
     for variant in ("kjnodes_static", "ours"):
-        key = ("flux", 0.0, 0, variant, "cold")
-        own, eager = sessions.newest[key], sessions.eager(key)
-        numbers = {row["prompt"]: number for number, row in own.items()}
-        last = numbers.get("back to the first", numbers["LoRA on"])  # the last before a restart
-        shares.append(statistics.median(own[last]["steps"]) / statistics.median(eager[last]["steps"]))
-        with_lora.append(own[numbers["LoRA on"]]["seconds"])
+        of_session = sessions.newest["flux", 0.0, 0, variant, "cold"].values()
+        with_lora.append(next(row["seconds"] for row in of_session if row["prompt"] == "LoRA on"))
     return (
         f"its steps of Flux took {shares[0]:.2f} of uncompiled ones (ours {shares[1]:.2f}), "
         f"but the image for which a LoRA was switched on {with_lora[0]:.0f} s (ours {with_lora[1]:.1f})"
@@ -420,7 +418,7 @@ def short_table() -> str:
         return ""
     variants, lines = _variants(measured), []
     for setup, of in measured:
-        cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
+        cells = [_row_title(setup) + (" ¹" if _stays_uncompiled(of["ours"]) else "")]
         for key, digits in (("seconds", 1), ("step", 3)):
             eager = of["eager"]
             cells.append(f"{eager[key]:.{digits}f}" if key in eager else "-")

@@ -35,10 +35,10 @@ INLINE = {
     "little vram": session_tables.with_little_vram,
     "recorded": session_tables.recorded_where,
 }
-README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
+README = {"gains": session_tables.gains_table, "uncompiled": session_tables.readme_uncompiled_note, **INLINE}
 FIGURES = {
     "table": session_tables.short_table,
-    "waited": session_tables.waited_note,
+    "uncompiled": session_tables.uncompiled_note,
     "ready": session_tables.ready_after,
     "parts": figure_tables.short_parts_table,
 }
