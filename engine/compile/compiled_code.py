@@ -218,14 +218,9 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def retrace(self, version: int, call: ModelCall) -> None:
-        """Called when a graph is called that must be lowered in the call that traces it. Once this is known of all graphs the
-        code is discarded, and the next call traces the block: after each of them, it would lower those before once more. A job
-        that was put off is not waited for."""
-        is_waiting = any(not job.over and not job.due for job in list(self.jobs))
-        if not is_waiting and version == self.version and call.may_trace and not self.is_tracing:
-            self._traces_in_run.clear()
-            self.discard()
+    def forgive_traces(self) -> None:
+        """Called before a graph is traced once more, since its call must lower it: that says nothing about the block."""
+        self._traces_in_run.clear()
 
     def lowered_in_call(self, reason: str) -> None:
         """Called when a graph is lowered in the call that traced it."""

@@ -18,7 +18,7 @@ ComfyUI or another node swaps. So:
 A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. These are
 lowered in the call that traced them (`lowered_inline`): graphs that cannot be written down, such as those with a backward;
 graphs with numbers that vary (PyTorch restarts the trace for some); graphs of other backends than inductor; and all graphs
-where no process can be started.
+where no process can be started. Where only the compile process finds that out, the next call traces that graph once more.
 
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
@@ -73,7 +73,8 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
     """A backend of torch.compile for one owner; it lowers with the registered backend `name`, or with `inductor/backend.py`."""
     reference = weakref.ref(owner)  # PyTorch's table of compiled code would keep the owner alive
 
-    def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
+    def backend(graph: fx.GraphModule, example_inputs: list, refusal: str | None = None) -> Callable:
+        """`refusal`: why the call must lower the graph."""
         prepare(graph, example_inputs)
         if monitor.calls:
             monitor.calls[-1].graphs += 1
@@ -81,6 +82,8 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         owner.writes_in_place |= any(map(written_by, graph.graph.nodes))
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         try:
+            if refusal is not None:
+                raise LowerInline(refusal)
             request = _request_for(name, owner, graph, example_inputs, options)
         except (LowerInline, private.MissingName) as error:
             if name in LOWERERS:
@@ -226,9 +229,9 @@ class TracedGraph:
         self._run_traced = self._traced.forward
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
-        self._other_sizes: Callable | None = None
+        self._traced_anew: Callable | None = None
         self._job: Job | None = None
-        self._is_refused = False  # it must be lowered in the call that traces it
+        self._refusal: str | None = None  # why the call that traces it must lower it
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
@@ -237,7 +240,7 @@ class TracedGraph:
         if self._code is None:
             return self._run_unlowered(args)
         if self._holds is not None and not self._holds(args):
-            return self._run_other_sizes(args)
+            return self._trace_anew(args)
         if not self._has_run:
             return self._run_first(args)
         return self._code(*args)
@@ -247,11 +250,8 @@ class TracedGraph:
         call, job = current.call, self._job
         if call is None or owner.failure is not None:
             return self._run_traced(*args)
-        if self._is_refused:
-            if not is_capturing(self._device):
-                owner.retrace(self._version, call)
-            call.uncompiled = owner.ran_uncompiled = True
-            return self._run_traced(*args)
+        if self._refusal is not None:
+            return self._trace_anew(args)
         is_free = job is None and not is_capturing(self._device)
         if is_free and (ready := ready_for(self._request)) is not None:
             self._publish(owner, *ready, 0.0)
@@ -265,7 +265,7 @@ class TracedGraph:
                 compiler.finish(job, call.poll)
             finally:
                 monitor.tell(None)
-        if self._code is not None:
+        if self._code is not None or self._refusal is not None:
             return self(*args)
         if job.over and call.synchronous and job.error is not None:
             error, job.error = job.error, None  # its traceback gets the frames of this thread, and their tensors
@@ -308,7 +308,7 @@ class TracedGraph:
         except (LowerInline, private.MissingName) as error:
             if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
                 owner.must_be_inline[self._request.key] = str(error)
-            self._is_refused = True
+            self._refusal = str(error)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:
@@ -351,20 +351,24 @@ class TracedGraph:
         self._has_run = True
         return result
 
-    def _run_other_sizes(self, args: tuple) -> Any:
+    def _trace_anew(self, args: tuple) -> Any:
+        """Trace the graph for other sizes than those of its code, or to be lowered in this call."""
         owner: Any = self._owner()
-        if self._other_sizes is None:
+        if self._traced_anew is None:
             if is_capturing(self._device):
                 return self._run_traced(*args)
             if current.call is not None and not current.call.may_trace:
                 current.call.put_off_trace()
                 owner.ran_uncompiled = True
                 return self._run_traced(*args)
-            traced = self._traced
+            traced, backend = self._traced, self._backend
+            if self._refusal is not None:
+                owner.forgive_traces()
+                backend = functools.wraps(backend)(functools.partial(backend, refusal=self._refusal))
             function = with_own_code(lambda *args: traced(*args))
             weakref.finalize(self, dead_code.append, function.__code__).atexit = False
-            self._other_sizes = torch.compile(function, backend=self._backend)
-        return self._other_sizes(*args)
+            self._traced_anew = torch.compile(function, backend=backend)
+        return self._traced_anew(*args)
 
 
 def with_own_code(function: Any) -> types.FunctionType:

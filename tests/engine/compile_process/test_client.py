@@ -542,7 +542,6 @@ def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(pr
     first_call(net)
     net.wait()
     why = process.now.refusal.reason
-    first_call(net)  # the graph that was refused finds out, and the next call traces
     assert "ended with 7" in why and is_compiled(net) and why_inline(net) == [why]
     assert [r.levelno for r in caplog.records if "in the step that needs it" in r.getMessage()] == [logging.WARNING]
     monkeypatch.setattr(sys, "executable", PYTHON)
@@ -561,7 +560,6 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     monkeypatch.setattr(sys, "executable", executable)
     net(X)
     net.wait()
-    net(X)  # a graph that was refused finds out, and the next call traces
     assert is_compiled(net) and why_inline(net) == [process.now.refusal.reason]
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     assert not other(X)[1]
@@ -572,7 +570,6 @@ def test_a_graph_that_only_its_call_can_lower_is_no_reason_for_others_of_the_blo
     process.orders("inline")
     first_call(net)
     net.wait()
-    first_call(net)  # finds out, and the next one traces
     assert is_compiled(net)
     (why,) = why_inline(net)
     assert "not here" in why
@@ -588,20 +585,21 @@ class TwoGraphs(Told):
         return super().forward(x + 1)
 
 
-def test_graphs_of_a_block_are_traced_anew_when_it_is_known_which_of_them_only_their_call_can_lower(engine, process):
+def test_a_graph_that_only_its_call_can_lower_is_traced_alone(engine, process):
     net = CompiledNet(engine, Net(block=TwoGraphs), backend="inductor")
-    process.orders("inline", "hold", "")
+    process.orders("inline", "hold")
     first_call(net)
     process.begun()
-    for _ in range(2):
-        first_call(net)
-        assert why_inline(net) == [None], "one was lowered in the call, and would be once more after the other"
+    first_call(net)  # the first graph is lowered here; the process works on the second
+    assert "not here" in why_inline(net)[0]
     process.tell("go_on")
     net.wait()
-    first_call(net)  # the graph that was refused finds out that nothing else is awaited
-    net(X)
-    assert "not here" in why_inline(net)[0]
-    net.wait()
+    assert is_compiled(net) and [group.code.version for group in net._groups] == [0], "code of the block was discarded"
+
+
+def test_who_waits_has_the_code_of_a_graph_that_only_its_call_can_lower(process, net):
+    process.orders("inline")
+    assert torch.allclose(net.at_once(X), net.net(X), atol=1e-6) and "not here" in why_inline(net)[0]
     assert is_compiled(net)
 
 
@@ -650,7 +648,6 @@ def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the
         monkeypatch.delitem(vars(private), where, raising=False)
     net(X)
     net.wait()
-    net(X)  # a graph that was refused finds out, and the next call traces
     assert is_compiled(net) and process.now.refusal is None
     (why,) = why_inline(net)
     assert "has no torch._renamed" in why
