@@ -39,7 +39,7 @@ def yielding() -> AbstractContextManager:
     return _scope.applied(interval=SWITCH_INTERVAL)
 
 
-def in_one_piece(call: Callable, *args: Any, **kwargs: Any) -> Any:
+def in_one_piece(call: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Make a call whose frames, and those of all that it calls, lie in one piece of memory.
 
     Since 3.11 Python keeps frames in pieces of 16 KiB, and gives a piece back to the system when the first frame in it returns

@@ -336,23 +336,28 @@ class BlockCode:
         guards = [entry.guard_manager for entry in entries]
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
 
-    def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
+    def _switches(
+        self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple], sources: list[str] | None
+    ) -> dict[str, object]:
         """Settings of a trace: which sizes vary, and which numbers: those in which blocks differ, and those that users named.
 
         Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm made PyTorch trace a block twice
         (torch/fx/passes/_tensorify_python_scalars.py), and a graph with such symbols is lowered in the call that traces it.
         `traces_for` gets the `traced_state` of the call. If two calls have traced for the same state, a float differs.
+        `sources`: of a graph that is traced alone, what varied in the block's trace; its weights are inputs like others.
         """
         if not self.variants():  # Dynamo was reset
             self._traced.clear()
-        traced_for = traced_state(block, args, kwargs)
-        floats_vary = self._traced[traced_for] >= 2
-        traces_for.add(traced_for)
-        owner = self.forward.__code__.co_varnames[0]
-        sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
-        named = ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
-        shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not floats_vary}
-        return {**shapes, "dynamic_sources": named}
+        shapes = STATIC if self.settings.dynamic == "false" or sources is not None else DYNAMIC
+        if sources is None:
+            traced_for = traced_state(block, args, kwargs)
+            if self.settings.dynamic != "false":
+                shapes = {**shapes, "specialize_float": self._traced[traced_for] < 2}
+            traces_for.add(traced_for)
+            owner = self.forward.__code__.co_varnames[0]
+            sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
+        named = getattr(torch.compiler.config, "dynamic_sources", "")
+        return {**shapes, "dynamic_sources": ",".join([*([named] if named else []), *sources])}
 
 
 def free_unused() -> None:
@@ -363,3 +368,6 @@ def free_unused() -> None:
     """
     while dead_code:
         private.reset_code(dead_code.pop())
+    # PyTorch also never clears these stacks of its traces: of one inside a block's call they hold that block's code.
+    if (metrics := private.get_metrics_context()) is not None and not metrics.in_progress():
+        getattr(metrics, "_edits", []).clear()

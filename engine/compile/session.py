@@ -175,18 +175,20 @@ class CompileSession:
     Args:
         block: the block's name, for reports.
         on_first: called before the first trace; must not raise.
-        switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`.
+        switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`, and for `sources`.
         arguments: positional and keyword arguments of the call.
+        sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
         is_held: the lock of `hold`.
     """
 
     block: str
     on_first: Callable[[], None]
-    switches: Callable[[], dict[str, object]]
+    switches: Callable[[list[str] | None], dict[str, object]]
     arguments: tuple[tuple, dict]
     started: bool = False
     graphs: int = 0
     seconds: float = 0.0
+    sources: list[str] | None = None
     is_held: bool = False
     _began: float = 0.0
     _scopes: ExitStack = field(default_factory=ExitStack)
@@ -205,7 +207,7 @@ class CompileSession:
             self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
             self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
-            scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
+            scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches(self.sources)))
             scopes.enter_context(tracing_scope.applied(**TRACING))
             scopes.enter_context(static_heads(*self.arguments))
             self._scopes = scopes.pop_all()

@@ -220,6 +220,7 @@ class TracedGraph:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fakes = fakes_of(graph, example_inputs)
         self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
+        self._varying_at = [i for i, fake in enumerate(fakes) if any(map(is_symbol, getattr(fake, "shape", [fake])))]
         self._changeable = [i for i, node in enumerate(placeholders) if not is_weight(node)]
         self._device = device_of(fakes)
         # A copy, without fake tensors.
@@ -229,9 +230,10 @@ class TracedGraph:
         self._run_traced = self._traced.forward
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
+        self._function: types.FunctionType | None = None  # the graph, for `_traced_anew`
         self._traced_anew: Callable | None = None
         self._job: Job | None = None
-        self._refusal: str | None = None  # why the call that traces it must lower it
+        self._is_refused = False  # the call that traces it must lower it
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
@@ -250,7 +252,7 @@ class TracedGraph:
         call, job = current.call, self._job
         if call is None or owner.failure is not None:
             return self._run_traced(*args)
-        if self._refusal is not None:
+        if self._is_refused:
             return self._trace_anew(args)
         is_free = job is None and not is_capturing(self._device)
         if is_free and (ready := ready_for(self._request)) is not None:
@@ -265,7 +267,7 @@ class TracedGraph:
                 compiler.finish(job, call.poll)
             finally:
                 monitor.tell(None)
-        if self._code is not None or self._refusal is not None:
+        if self._code is not None or self._is_refused:
             return self(*args)
         if job.over and call.synchronous and job.error is not None:
             error, job.error = job.error, None  # its traceback gets the frames of this thread, and their tensors
@@ -308,7 +310,8 @@ class TracedGraph:
         except (LowerInline, private.MissingName) as error:
             if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
                 owner.must_be_inline[self._request.key] = str(error)
-            self._refusal = str(error)
+                self._backend = functools.wraps(self._backend)(functools.partial(self._backend, refusal=str(error)))
+            self._is_refused = True
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:
@@ -352,23 +355,32 @@ class TracedGraph:
         return result
 
     def _trace_anew(self, args: tuple) -> Any:
-        """Trace the graph for other sizes than those of its code, or to be lowered in this call."""
+        """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call
+        that traces it."""
         owner: Any = self._owner()
-        if self._traced_anew is None:
-            if is_capturing(self._device):
-                return self._run_traced(*args)
-            if current.call is not None and not current.call.may_trace:
-                current.call.put_off_trace()
-                owner.ran_uncompiled = True
-                return self._run_traced(*args)
-            traced, backend = self._traced, self._backend
-            if self._refusal is not None:
+        call, session = current.call or ModelCall(), monitor.calls[-1] if monitor.calls else None
+        may_trace = call.may_trace and not is_capturing(self._device)
+        if self._function is None and may_trace:
+            if self._is_refused:
                 owner.forgive_traces()
-                backend = functools.wraps(backend)(functools.partial(backend, refusal=self._refusal))
-            function = with_own_code(lambda *args: traced(*args))
-            weakref.finalize(self, dead_code.append, function.__code__).atexit = False
-            self._traced_anew = torch.compile(function, backend=backend)
-        return self._traced_anew(*args)
+            traced = self._traced
+            self._function = with_own_code(lambda *args: traced(*args))
+            weakref.finalize(self, dead_code.append, self._function.__code__).atexit = False
+            self._traced_anew = torch.compile(self._function, backend=self._backend)
+        if self._function is None or self._traced_anew is None or session is None:
+            result, has_run = self._run_traced(*args), False
+        else:
+            session.sources = [f"L['args'][{at}]" for at in self._varying_at]
+            session.hold()
+            try:
+                result = (self._traced_anew if may_trace else private.run(self._function))(*args)
+            finally:
+                session.sources = None
+            has_run = may_trace or not session.is_held
+        if not has_run:
+            call.uncompiled = owner.ran_uncompiled = True
+            call.put_off |= not call.may_trace
+        return result
 
 
 def with_own_code(function: Any) -> types.FunctionType:

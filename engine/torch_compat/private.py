@@ -73,6 +73,9 @@ NAMES = {
     "callback_handler": PrivateName("torch._dynamo.callback:callback_handler"),
     "counters": PrivateName("torch._dynamo.utils:counters", "graph breaks are not counted", defaultdict(Counter)),
     "get_compilation_metrics": PrivateName("torch._dynamo.utils:get_compilation_metrics", "causes are not told", list),
+    "get_metrics_context": PrivateName(
+        "torch._dynamo.utils:get_metrics_context", "code of some freed models stays in memory", _nothing
+    ),
     "run": PrivateName("torch._dynamo:run", "blocks run uncompiled once tracing has taken too long", lambda function: function),
     "reset_code": PrivateName("torch._C:_dynamo.eval_frame.reset_code", "code of freed models stays in memory", _nothing),
     "cache_entries": PrivateName(

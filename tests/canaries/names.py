@@ -120,6 +120,7 @@ FOREIGN = {
         _wrapped_call_impl""",
     "torch._dynamo.decorators": "_dynamo_static_indices _has_dynamo_dim_marking",
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable _torchdynamo_wrapper_id",
+    "torch._dynamo.metrics_context": "_edits",
     "torch._ops.OpOverload": "_schema",
     "torch.library.Library": "_destroy",
     "comfy.ops": "_full_precision_mm _prefetch _v _v_signature _v_weight _v_bias",
