@@ -193,7 +193,7 @@ class BlockCode:
             return self._run_after(error, block, args, kwargs)
         else:
             self._traced.update(traces_for)
-            if session.is_held and not call.may_trace:  # no graph has run
+            if not (session.has_run or call.may_trace):
                 self.ran_uncompiled = call.uncompiled = True
                 call.put_off |= not self.limit_reached  # else there will be none
             return result

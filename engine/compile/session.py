@@ -179,6 +179,7 @@ class CompileSession:
         arguments: positional and keyword arguments of the call.
         sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
         is_held: the lock of `hold`.
+        has_run: a graph has run.
     """
 
     block: str
@@ -190,6 +191,7 @@ class CompileSession:
     seconds: float = 0.0
     sources: list[str] | None = None
     is_held: bool = False
+    has_run: bool = False
     _began: float = 0.0
     _scopes: ExitStack = field(default_factory=ExitStack)
 
@@ -230,6 +232,8 @@ class CompileSession:
         _is_long_held = not self.is_held
 
     def release(self) -> None:
+        """Called when a graph runs, and at the end of the block's call."""
+        self.has_run = True
         if self.is_held:
             self.is_held = False
             private.compile_lock.release()

@@ -133,6 +133,11 @@ def fakes_of(graph: fx.GraphModule, inputs: list) -> list:
     return [node.meta.get("example_value", value) for node, value in zip(placeholders, inputs, strict=True)]
 
 
+def _numbers_of(fake: Any) -> tuple:
+    """Sizes, strides and offset of a tensor, as its strides may vary where its sizes do not; any other input itself."""
+    return (*fake.shape, *fake.stride(), fake.storage_offset()) if isinstance(fake, torch.Tensor) else (fake,)
+
+
 def device_of(fakes: list) -> torch.device:
     devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]
     # A number may come as a tensor on the CPU.
@@ -220,7 +225,7 @@ class TracedGraph:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fakes = fakes_of(graph, example_inputs)
         self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
-        self._varying_at = [i for i, fake in enumerate(fakes) if any(map(is_symbol, getattr(fake, "shape", [fake])))]
+        self._varying_at = [i for i, fake in enumerate(fakes) if any(map(is_symbol, _numbers_of(fake)))]
         self._changeable = [i for i, node in enumerate(placeholders) if not is_weight(node)]
         self._device = device_of(fakes)
         # A copy, without fake tensors.
@@ -370,16 +375,17 @@ class TracedGraph:
         if self._function is None or self._traced_anew is None or session is None:
             result, has_run = self._run_traced(*args), False
         else:
-            session.sources = [f"L['args'][{at}]" for at in self._varying_at]
+            outer, session.sources = session.sources, [f"L['args'][{at}]" for at in self._varying_at]
+            session.has_run = False
             session.hold()
             try:
                 result = (self._traced_anew if may_trace else private.run(self._function))(*args)
             finally:
-                session.sources = None
-            has_run = may_trace or not session.is_held
+                session.sources = outer
+            has_run, session.has_run = may_trace or session.has_run, True
         if not has_run:
             call.uncompiled = owner.ran_uncompiled = True
-            call.put_off |= not call.may_trace
+            call.put_off |= not (call.may_trace or owner.limit_reached)
         return result
 
 

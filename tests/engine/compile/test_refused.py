@@ -92,6 +92,17 @@ def test_what_varied_in_the_blocks_trace_varies_in_its_own_and_weights_do_not(re
     assert [type(value) for value in inputs if not isinstance(value, tuple)].count(torch.SymInt) >= 1
 
 
+def test_strides_vary_where_sizes_do_not(refused):
+    blocks = refused(Net())
+    for step in (5, 6, 7, 9, 10):
+        scale = torch.randn(1, 8, step)[:, :, :1].transpose(1, 2)  # 1x1x8, in steps of 5, 6 and so on
+        blocks.net(X, scale=scale)
+        blocks.net.wait()
+        result, uncompiled = blocks.net(X, scale=scale)
+        assert torch.allclose(result, blocks.net.net(X, scale=scale)) and not uncompiled
+    assert len(blocks.inputs) == 1
+
+
 def test_it_is_no_trace_of_the_block(refused):
     blocks = refused(Net())
     blocks.code._traces_in_run["these shapes"] = 4  # once more, and it would be given up
