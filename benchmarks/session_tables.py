@@ -395,7 +395,7 @@ def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
     measured, _ = _measured()
     groups = []
     for setup, of in measured:
-        if setup.option:
+        if setup.option or _stays_uncompiled(of["ours"]):  # then a ratio is chance
             continue
         name, cut = CHART_NAMES.get(setup.model, (NAMES[setup.model].partition(",")[0], ""))
         detail = ", ".join(

@@ -219,6 +219,7 @@ def test_readmes_figures_say_what_died_and_what_stays_uncompiled(benchmark, meas
     assert tables.ready_after() == "12 to 12 s" and tables.more_vram() == "0.5 GiB", "of those that were compiled"
     assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %) on one a GPU"
     assert tables.uncompiled_note().startswith("¹ Uncompiled in all prompts that were measured: Z-Image 6B. ")
+    assert [name for name, *_ in tables.prompt_ratios()] == ["Flux-dev 12B"], "for the chart"
     measured("table", (compiled, {}))
     assert tables.uncompiled_note() == "" and "¹" not in tables.gains_table()
     replayed = [{**row, "cuda_graphs": 1} for row in quick]
