@@ -218,7 +218,7 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def forgive_traces(self) -> None:
+    def reset_trace_counts(self) -> None:
         """Called before a graph is traced once more, since its call must lower it: that says nothing about the block."""
         self._traces_in_run.clear()
 

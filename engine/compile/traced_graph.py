@@ -235,8 +235,7 @@ class TracedGraph:
         self._run_traced = self._traced.forward
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
-        self._function: types.FunctionType | None = None  # the graph, for `_traced_anew`
-        self._traced_anew: Callable | None = None
+        self._alone: tuple[types.FunctionType, Callable] | None = None  # the graph as a function, and that compiled
         self._job: Job | None = None
         self._is_refused = False  # the call that traces it must lower it
         self._has_run = False
@@ -365,21 +364,22 @@ class TracedGraph:
         owner: Any = self._owner()
         call, session = current.call or ModelCall(), monitor.calls[-1] if monitor.calls else None
         may_trace = call.may_trace and not is_capturing(self._device)
-        if self._function is None and may_trace:
+        if self._alone is None and may_trace:
             if self._is_refused:
-                owner.forgive_traces()
+                owner.reset_trace_counts()
             traced = self._traced
-            self._function = with_own_code(lambda *args: traced(*args))
-            weakref.finalize(self, dead_code.append, self._function.__code__).atexit = False
-            self._traced_anew = torch.compile(self._function, backend=self._backend)
-        if self._function is None or self._traced_anew is None or session is None:
+            function = with_own_code(lambda *args: traced(*args))
+            weakref.finalize(self, dead_code.append, function.__code__).atexit = False
+            self._alone = function, torch.compile(function, backend=self._backend)
+        if self._alone is None or session is None:
             result, has_run = self._run_traced(*args), False
         else:
+            function, compiled = self._alone
             outer, session.sources = session.sources, [f"L['args'][{at}]" for at in self._varying_at]
             session.has_run = False
             session.hold()
             try:
-                result = (self._traced_anew if may_trace else private.run(self._function))(*args)
+                result = (compiled if may_trace else private.run(function))(*args)
             finally:
                 session.sources = outer
             has_run, session.has_run = may_trace or session.has_run, True
