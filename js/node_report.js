@@ -184,13 +184,14 @@ export function warn(node, lines) {
   show(node, node.torchCompileKitText);
 }
 
-// The id of the node that runs, and nodes that have begun and not reported yet.
+// The id of the node that runs, and nodes that have begun and not reported yet. The server's answer to the prompt, which tells whose
+// the node is, may come later than what the node tells of itself.
 let executing;
 const running = new Set();
 
 function begin() {
   const node = executing && nodeOf(executing);
-  if (!isOurs(node) || hasLine(node)) return;
+  if (!isOurs(node) || hasLine(node) || running.has(node)) return;
   running.add(node);
   show(node, say("running"));
 }
@@ -286,7 +287,9 @@ app.registerExtension({
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
     api.addEventListener("torch-compile-kit.progress", ({ detail: { workflow, node, text } }) => {
-      if (isOpen(workflow) && isOurs(nodeOf(node))) show(nodeOf(node), text);
+      if (!isOpen(workflow) || !isOurs(nodeOf(node))) return;
+      running.add(nodeOf(node));
+      show(nodeOf(node), text);
     });
     setInterval(drawAll, 1000);
     onLanguage(() => (drawAnew(), ask()));

@@ -242,12 +242,46 @@ def test_a_node_grows_no_taller_while_a_warmup_runs(page, prompt):
     page.set("Model", "cache_limit", 43 if page.js("() => LiteGraph.vueNodesMode") else 42)  # code of its own
     page.js("() => { app.canvas.centerOnNode(kit.node('Warmup')); return kit.frames(); }")  # what is out of sight is not drawn
     before = page.js(HEIGHT)
-    page.js(f"() => {{ kit.seen = []; kit.timer = setInterval(() => kit.seen.push([({HEIGHT})(), kit.text('Warmup')]), 50); }}")
+    page.js(
+        f"""() => {{
+            kit.seen = [];
+            const look = () => kit.seen.push([({HEIGHT})(), kit.text("Warmup")]);
+            kit.timer = setInterval(look, 50);
+            kit.onProgress = look; // a text may stand for less than that
+        }}"""
+    )
     page.run()
-    page.js("() => clearInterval(kit.timer)")
+    page.js("() => { clearInterval(kit.timer); kit.onProgress = () => {}; }")
     while_running = [(height, text) for height, text in page.js("() => kit.seen") if re.search(r"\(\d of 2\): ", text)]
     assert any("compiling" in text for _, text in while_running), page.js("() => kit.seen.map(([, text]) => text)")
     assert max(height for height, _ in while_running) <= before + 15, (before, while_running)
+
+
+@CLASSIC
+def test_a_late_answer_to_a_prompt_takes_no_progress_away(page, prompt):
+    """The server's threads share one interpreter: what the prompt tells may come before the answer to it."""
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
+    page.js(
+        """() => {
+            const { api } = window.comfyAPI.api;
+            const fetchApi = api.fetchApi;
+            kit.shown = [];
+            const look = () => kit.shown.push(kit.text("Warmup"));
+            const told = new Promise((resolve) => { kit.onProgress = () => { look(); resolve(); }; });
+            api.fetchApi = async function (path) {
+                const answer = await fetchApi.apply(this, arguments);
+                if (path !== "/prompt") return answer;
+                api.fetchApi = fetchApi;
+                await told;
+                kit.timer = setInterval(look, 5);
+                return answer;
+            };
+        }"""
+    )
+    page.run()
+    page.js("() => { clearInterval(kit.timer); kit.onProgress = () => {}; }")
+    shown = page.js("() => kit.shown")
+    assert "(1 of 1): " in shown[0] and shown[-1].startswith("Ready") and "Running." not in shown, shown
 
 
 @BOTH
