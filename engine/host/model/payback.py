@@ -115,8 +115,8 @@ class Payback:
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
-        if self._calls and not code.compiles and (record.is_decided or self._is_due()):
-            get_ready_to_compile()  # between two runs
+        if self._calls and not code.compiles and (record.is_decided or self.after == 1):
+            get_ready_to_compile()  # in the pause between two prompts: the next run begins to compile, maybe in its middle
         self._calls, self._sigmas, self._began, self._replays = 0, None, {}, False
 
     def is_worthwhile(
