@@ -1,9 +1,8 @@
 // Advanced inputs in the classic renderer, which takes no notice of the option: hidden until the node's menu shows them.
 import { app } from "/scripts/app.js";
-import { nodesOf, rootGraph } from "./graph.js";
+import { isOurs, nodesOf, rootGraph } from "./graph.js";
 import { say } from "./words.js";
 
-const ours = (node) => node.comfyClass?.startsWith("TorchCompileKit");
 const advanced = (node) => (node.widgets ?? []).filter((widget) => widget.options?.advanced);
 const isClassic = () => !globalThis.LiteGraph?.vueNodesMode; // Nodes 2.0 has a button for them
 
@@ -30,12 +29,12 @@ app.registerExtension({
 
   setup() {
     // Nodes 2.0 makes nodes taller than the classic renderer needs them.
-    const changed = () => setTimeout(() => { for (const node of nodesOf(rootGraph(), ours)) arrange(node, isClassic()); }, 100);
+    const changed = () => setTimeout(() => { for (const node of nodesOf(rootGraph(), isOurs)) arrange(node, isClassic()); }, 100);
     app.ui?.settings?.addEventListener?.("Comfy.VueNodes.Enabled.change", changed);
   },
 
   nodeCreated(node) {
-    if (!ours(node) || !advanced(node).length) return;
+    if (!isOurs(node) || !advanced(node).length) return;
     leaveNoRoom(node);
     arrange(node, true);
     const menu = node.getExtraMenuOptions;
@@ -49,7 +48,7 @@ app.registerExtension({
 
   // What is connected is seen.
   loadedGraphNode(node) {
-    if (!ours(node)) return;
+    if (!isOurs(node)) return;
     const names = advanced(node).map((widget) => widget.name);
     node.torchCompileKitShowsAll = !!node.inputs?.some((input) => input.link != null && names.includes(input.widget?.name));
     arrange(node, false);

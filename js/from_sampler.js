@@ -1,15 +1,14 @@
 // What the sampler behind a node knows already is not asked for again: filled in when they are connected, compared afterwards.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { nodesOf, rootGraph } from "./graph.js";
+import { FILLED, nodesOf, rootGraph } from "./graph.js";
 import { warn } from "./node_report.js";
-import { onLanguage } from "./words.js";
-import { say } from "./words.js";
+import { onLanguage, say } from "./words.js";
 
-const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
 const SLOTS = ["positive", "negative", "latent_image"];
 const SIZE = ["width", "height", "length", "batch_size"];
 const FARTHEST = 50; // nodes
+const OUTPUT = 2; // of the two types of slots (LiteGraph.OUTPUT)
 
 const linkOf = (graph, id) => (id == null ? undefined : (graph.getLink?.(id) ?? graph.links?.get?.(id) ?? graph.links?.[id]));
 const inputOf = (node, name) => node?.inputs?.find((input) => input.name === name);
@@ -82,7 +81,7 @@ function fill(node, all = false) {
     const source = node.graph.getNodeById(from.id); // none for an input of the subgraph
     if (!source) continue;
     source.connect(from.slot, node, at);
-    filled = true;
+    filled ||= name !== "latent_image";
   }
   if (!filled) return;
   for (const [name, value] of Object.entries(sampler.widgets)) {
@@ -152,12 +151,13 @@ app.registerExtension({
   nodeCreated(node) {
     if (!FILLED.includes(node.comfyClass)) return;
     const changed = node.onConnectionsChange;
-    node.onConnectionsChange = function (_type, _index, connected) {
+    node.onConnectionsChange = function (type, index, connected) {
       changed?.apply(this, arguments);
       if (app.configuringGraph) return;
       setTimeout(() => {
         if (!this.graph) return;
-        if (connected) fill(this); // what the user has taken off stays off
+        const leadsToSampler = type === OUTPUT || this.inputs[index]?.name === "model";
+        if (connected && leadsToSampler) fill(this); // what the user has taken off stays off
         look(this);
       });
     };

@@ -3,8 +3,13 @@ import { app } from "/scripts/app.js";
 
 export const rootGraph = () => app.rootGraph ?? app.graph;
 
+// The page connects their other inputs as the sampler's are (from_sampler.js).
+export const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
+
 // Whether a workflow is what is open in this tab of the page; the server's node ids say nothing about that.
 export const isOpen = (workflow) => workflow != null && rootGraph()?.id === workflow;
+
+export const isOurs = (node) => !!node?.comfyClass?.startsWith("TorchCompileKit");
 
 // All of them for which something holds.
 export function* nodesOf(graph, holds) {

@@ -1,7 +1,7 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { isOpen, locatorOf, nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { FILLED, isOpen, isOurs, locatorOf, nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { ifRunningIsOpen, onAnswer, runningWorkflow } from "./running.js";
 import { inWords, locale, onLanguage, say, wordsLoaded } from "./words.js";
 
@@ -9,16 +9,12 @@ const MODEL = "TorchCompileKitModel";
 const VAE = "TorchCompileKitVAEChannelsLast";
 const CONTROLNET = "TorchCompileKitControlNet";
 const BENCHMARK = "TorchCompileKitBenchmark";
-// The page connects their other inputs as the sampler's are (from_sampler.js).
-const FILLED = [BENCHMARK, "TorchCompileKitWarmup"];
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 // Pixels, at the least: a table has columns, and titles and names of inputs are to be read.
 const WIDTHS = { TorchCompileKitModel: 270, TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
 const WIDGET = "torch_compile_kit_report";
-const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
-const isOurs = (node) => OURS.includes(node?.comfyClass);
 
 const RULE = "\n------------------------\n"; // engine/messages/report.py
 const TALLEST = 150; // pixels of text; more is scrolled, so that a node does not grow over those below
@@ -188,6 +184,8 @@ export function warn(node, lines) {
 // the node is, may come later than what the node tells of itself.
 let executing;
 const running = new Set();
+// Not in `setup`: a page that is opened anew during a run is told but once, before that.
+api.addEventListener("executing", ({ detail }) => { executing = detail; });
 
 function begin() {
   const node = executing && nodeOf(executing);
@@ -293,11 +291,12 @@ app.registerExtension({
     });
     setInterval(drawAll, 1000);
     onLanguage(() => (drawAnew(), ask()));
-    api.addEventListener("reconnected", ask);
-    api.addEventListener("executing", ({ detail }) => {
-      executing = detail;
-      ifRunningIsOpen(begin);
+    api.addEventListener("reconnected", () => {
+      executing = undefined; // the server tells it again if it still runs
+      stop();
+      ask();
     });
+    api.addEventListener("executing", () => ifRunningIsOpen(begin));
     api.addEventListener("executed", ({ detail }) => noteForeign(detail.node));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop(say("cancelled")));

@@ -125,6 +125,7 @@ function cacheOnDisk(cache) {
     const files = document.createElement("select");
     files.style.cssText = "max-width:100%; color:inherit; background:var(--comfy-input-bg, #333);";
     files.append(...cache.files.map((file) => part("option", file)));
+    files.onchange = () => files.blur(); // else the panel stands still, see `refresh`
     made.append(part("div", ""), files, button(say("load"), () => loadFile(files.value)));
   }
   return made;

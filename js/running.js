@@ -26,16 +26,23 @@ api.queuePrompt = function (_number, data) {
 // Called with what the server says of a prompt's nodes, when it has answered: nothing, or their errors by id.
 export const onAnswer = (listener) => answerListeners.push(listener);
 
+// Of a prompt that this page did not queue: before it was opened anew, it did.
+async function workflowInQueue(prompt) {
+  const answer = await api.fetchApi("/queue").catch(() => undefined);
+  const { queue_running: run } = answer?.ok ? await answer.json() : {};
+  return run?.find(([, id]) => id === prompt)?.[3]?.extra_pnginfo?.workflow?.id;
+}
+
 async function workflowOf(prompt) {
   if (!workflows.has(prompt)) await Promise.all(unanswered);
-  const workflow = workflows.get(prompt);
+  const workflow = workflows.get(prompt) ?? (await workflowInQueue(prompt));
   workflows.delete(prompt);
   return workflow;
 }
 
 api.addEventListener("execution_start", ({ detail }) => { workflowNow = workflowOf(detail.prompt_id); });
 
-// Its id; none where the page was opened anew meanwhile.
+// Its id; none where nobody knows.
 export const runningWorkflow = () => workflowNow;
 
 // Do something if the workflow that runs, as far as it is known, is what is open.

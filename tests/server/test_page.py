@@ -16,7 +16,7 @@ const listeners = {}, toasts = [], said = [], ticks = [];
 const setInterval = (tick) => ticks.push(tick);
 let extension;
 const host = {}; // what a test sets of the host's
-const api = { queuePrompt: (...given) => host.queuePrompt(...given) };
+const api = { queuePrompt: (...given) => host.queuePrompt(...given), fetchApi: async () => ({ ok: false }) };
 api.addEventListener = (name, listener) => (listeners[name] ??= []).push(listener);
 const send = (name, detail) => (listeners[name] ?? []).forEach((listener) => listener({ detail }));
 const settled = () => new Promise((resolve) => globalThis.setTimeout(resolve, 5));
@@ -116,6 +116,30 @@ def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(
     assert play("compile_notice.js", scene, report) == [0, 0, 0, 1, f"Add {size} to extra_sizes", f"512x512\n{size}", 1, None]
 
 
+def test_that_button_is_there_again_when_the_nodes_are_made_anew():
+    """Another tab, undo and redo do that."""
+    scene = """
+        const made = (sizes, id = "3") => {
+          nodes[id] = { comfyClass: "TorchCompileKitWarmup", widgets: [{ name: "extra_sizes", value: sizes }] };
+        };
+        app.graph.id = "another";
+        send("torch-compile-kit.compiled", { model: "Flux", text: "", size: "8x8", workflow: "open", warmups: ["3"] });
+        made("");
+        extension.afterConfigureGraph();
+        app.graph.id = "open";
+        extension.afterConfigureGraph();
+        made("512x512\\n8x8"); // it was pressed
+        extension.afterConfigureGraph();
+        made("512x512");
+        extension.afterConfigureGraph();
+        send("executed", { node: "3" });
+        await settled();
+        extension.afterConfigureGraph();
+    """
+    offers = "const offer = (_node, size) => { said.push(size ?? null); }, showsNotices = () => true;"
+    assert play("compile_notice.js", scene, offers) == ["8x8", "8x8", None]
+
+
 @pytest.mark.parametrize(
     "event, expected", [("execution_interrupted", "Cancelled"), ("execution_error", "Stopped by an error")]
 )
@@ -181,6 +205,55 @@ def test_what_refuses_or_ends_a_prompt_stands_in_the_node_in_red_until_the_next_
         ["only_blocks: no block", EMPTY, red],
         ["ready", EMPTY, grey],
     ]
+
+
+def test_a_server_that_is_gone_in_the_middle_of_a_node_leaves_no_text():
+    scene = """
+        const node = created("3", "TorchCompileKitWarmup");
+        send("execution_start", {});
+        send("executing", "3");
+        await settled();
+        send("torch-compile-kit.progress", { workflow: "open", node: "3", text: "compiling, 34 s" });
+        said.push(text(node));
+        send("reconnected");
+        said.push(text(node));
+        send("executing", "3"); // it was the connection alone
+        await settled();
+        said.push(text(node));
+    """
+    assert play("node_report.js", scene) == ["compiling, 34 s", EMPTY, "Running."]
+
+
+def test_a_page_that_is_opened_anew_learns_what_runs_before_its_extensions_are_set_up():
+    """Also whose it is: what other workflows run is not told of the nodes with the same ids."""
+    before = """
+        const workflow = { id: "open" };
+        api.fetchApi = async (path) => ({ ok: path === "/queue", json: async () =>
+          ({ queue_running: [[1, "other", {}, {}], [2, "mine", {}, { extra_pnginfo: { workflow } }]] }) });
+        app.registerExtension = (given) => {
+          const setup = given.setup;
+          extension = given;
+          given.setup = () => {
+            send("execution_start", { prompt_id: "mine" }), send("executing", "3");
+            setup();
+          };
+        };
+    """
+    scene = """
+        const node = created("3", "TorchCompileKitBenchmark");
+        const opened = async () => {
+          extension.afterConfigureGraph();
+          await new Promise((resolve) => globalThis.setTimeout(resolve, 150));
+        };
+        await opened();
+        said.push(text(node));
+        workflow.id = "another";
+        send("execution_start", { prompt_id: "mine" }), send("executing", "3");
+        const other = created("3", "TorchCompileKitBenchmark");
+        await opened();
+        said.push(text(other));
+    """
+    assert play("node_report.js", scene, before) == ["Running.", EMPTY]
 
 
 def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
@@ -518,6 +591,21 @@ def test_what_the_user_has_connected_stays_and_is_compared():
     ]
 
 
+def test_what_the_user_has_set_or_taken_off_stays_when_something_else_is_connected():
+    scene = """
+        warmup.inputs.push({ name: "vae", link: null });
+        prompt.connect(0, warmup, 1), negative.connect(0, warmup, 2), warmup.connect(0, sampler, 0);
+        const connected = async (type, index) => {
+          warmup.onConnectionsChange(type, index, true);
+          await settled();
+          said.push(from(warmup)[3], values(warmup).cfg);
+        };
+        await connected(1, 4); // the vae
+        await connected(1, 0); // the model: the latent alone is filled
+    """
+    assert play("from_sampler.js", GRAPH + KSAMPLER + scene) == [None, 1, 4, 1]
+
+
 def test_a_warning_names_an_input_as_the_page_does():
     scene = """
         for (const input of warmup.inputs) input.localized_name = `the ${input.name}`;
@@ -816,6 +904,19 @@ def test_the_panel_shows_a_model_that_has_run_before_it_is_compiled():
         app.tab.destroy();
     """
     assert play("panel.js", scene, PANEL) == [[True, False, True, False]]
+
+
+def test_the_panel_goes_on_when_a_file_was_chosen():
+    """While the list has the focus nothing is drawn."""
+    scene = """
+        const made = [];
+        document.createElement = () => (made.push({ style: {}, append() {} }), made.at(-1));
+        cacheOnDisk({ limit: 1, bytes: 0, folder: "", files: ["mine.tckcache"] });
+        const files = made.find((one) => one.onchange);
+        files.blur = () => said.push("goes on");
+        files.onchange();
+    """
+    assert play("panel.js", scene, PANEL) == ["goes on"]
 
 
 def test_the_panel_asks_again_when_it_has_been_answered():
