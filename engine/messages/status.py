@@ -120,6 +120,13 @@ class Line:
             for owner in self._owners():
                 _send(owner, self.node, news)
 
+    def new_run(self) -> None:
+        """Show the line also in a page that was opened since the node ran, and gets the node's output from ComfyUI's cache."""
+        if owner_now() not in self._owners():
+            self._register()
+            self._told = None
+            self.tell()
+
     def _register(self) -> None:
         """Add the running prompt's owner as the last owner of this line, and drop the first owners beyond MOST_OWNERS."""
         if self.node is not None:

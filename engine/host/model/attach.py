@@ -75,7 +75,9 @@ def _uncompiled(patcher, why: list, node: str | None):
     """A clone that runs as `patcher` does; the node's line says why."""
     clone = patcher.clone()
     clone.set_attachments(KEY, why)
-    Line(node).put("pytorch", why)
+    line = Line(node)
+    line.put("pytorch", why)
+    set_callbacks(clone, KEY, {CallbacksMP.ON_PRE_RUN: lambda _patcher: line.new_run()})
     logger.warning("%s is %s", model_name(patcher), in_words(why, ENGLISH))
     return clone
 

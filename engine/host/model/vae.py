@@ -57,6 +57,7 @@ class LaidOut:
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
+        self.line.new_run()
         if not args:  # the input is passed by name, and VAEs name it differently
             return self.function(**kwargs)
         x = args[0]

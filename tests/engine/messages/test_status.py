@@ -291,6 +291,22 @@ def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine
     assert len(status.lines) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
 
 
+def test_a_line_that_stays_is_shown_in_a_page_that_was_opened_since(engine, prompt_of, monkeypatch):
+    """What is told but once, such as a VAE's layout: ComfyUI does not run the node again for that page."""
+    status, told = engine("messages.status"), []
+    prompt_of("me", "workflow")
+    line = status.Line("7")
+    line.put("decoding", ["vaeReady"])
+    monkeypatch.setattr(status, "listeners", [lambda owner, *_: told.append(owner)])
+    line.new_run()
+    assert not told
+    prompt_of("me again", "workflow")
+    line.new_run()
+    line.new_run()
+    assert told == [("me", "workflow"), ("me again", "workflow")]
+    assert status.lines_of("me again")["7"].says == [["vaeReady"]]
+
+
 def test_lines_stay_when_comfyui_frees_their_nodes_output_the_newest_of_them(engine, prompt_of):
     status = engine("messages.status")
     prompt_of("me", "workflow")

@@ -110,7 +110,12 @@ def test_a_network_that_is_no_module_passes_through(tiny, engine, compile_when):
     attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
     same(runs.run(attached), expected, "with the node")
     assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: {ELSEWHERE}"]
-    assert engine("messages.status").lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
+    status = engine("messages.status")
+    assert status.lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(status, "owner_now", lambda: ("a page opened later", "workflow"))
+        runs.run(attached)
+    assert status.lines_of("a page opened later")["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
 
 
 def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):

@@ -281,6 +281,15 @@ def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     ]  # fmt: skip
 
 
+def test_a_page_that_is_opened_later_gets_the_line_when_it_decodes(engine, kernels, clock, monkeypatch):
+    vae, latent = make("image")
+    ours, status = engine("host.model.vae").attach_vae(vae, "7"), engine("messages.status")
+    monkeypatch.setattr(status, "owner_now", lambda: ("another", "workflow"))
+    clock += [1] * 10
+    ours.decode(latent)
+    assert status.lines_of("another")["7"].says == [["vaeReady"]]
+
+
 def test_a_clone_with_a_network_of_its_own_runs_that_one(engine, kernels, clock):
     """Select VAE Device of ComfyUI clones so for another GPU."""
     vae, _ = make("image")
