@@ -123,7 +123,8 @@ def report_json() -> dict:
 
 
 def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
-    total, plan, code, watch = total_of(groups), plan_for(model), code_of(model), watch_of(model)
+    total, code, watch = total_of(groups), code_of(model), watch_of(model)
+    classes = _by_class(plan_for(model), code.parts, groups)
     failures = [*(group.failure for group in groups if group.failure), *code.failures]
     return {
         "name": code.title or type(model).__name__,
@@ -133,7 +134,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "runs": code.runs,
         "seconds_gained": None if watch.gained is None else round(watch.gained, 3),
         "limits": watch.limits,
-        "blocks": len(plan.blocks),
+        "blocks": sum(count for _, count, graphs, _ in classes if graphs),  # compiled
         "blocks_not_called": dict(code.uncalled or {}),
         "groups": len(groups),
         "graphs": total.graphs,
@@ -143,9 +144,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "compile_seconds": round(total.seconds, 3),
         "compiled_in_call": code.inline_in_words(),
         "failures": [{"block": failure.block, "message": failure.message()} for failure in failures],
-        "classes": [
-            {"class": name, "blocks": count, "graphs": graphs} for name, count, graphs, _ in _by_class(plan, code.parts, groups)
-        ],
+        "classes": [{"class": name, "blocks": count, "graphs": graphs} for name, count, graphs, _ in classes],
     }
 
 

@@ -108,6 +108,7 @@ def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
     assert f"Compiled outside the warmup: {notice}" in runs.warm()
     entries = [m for m in engine("messages.report").report_json()["models"] if notice in m["compiled_outside_warmup"]]
     assert [m["compiled_outside_warmup"] for m in entries] == [[notice]]
+    assert [m["blocks"] for m in entries] == [len(runs.patcher.model.diffusion_model.single_blocks)]
     assert "Compiled outside" not in runs.warm((64, 64), (96, 64)), "solved: that size is warm now"
 
 
