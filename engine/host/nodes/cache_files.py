@@ -127,6 +127,8 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
 def _users_store() -> CodeStore:
     if (store := open_users_store()) is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
+    if not store.limit:
+        raise CacheFileError("the cache on disk keeps nothing, as its limit is 0 GiB; raise it in ComfyUI's settings.")
     return store
 
 
@@ -149,9 +151,9 @@ def load_cache(filename: str) -> str:
 
 
 def state_of(filename: str) -> str:
-    """A text that changes when the file does."""
+    """A text that changes when the file does, or the rights for which it was refused."""
     stat = status_of(kit_folder() / filename) if filename in cache_files() else None
-    return "" if stat is None else f"{stat.st_mtime_ns} {stat.st_size}"
+    return "" if stat is None else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_size}"
 
 
 def pack_version() -> str:

@@ -110,9 +110,19 @@ def test_what_others_could_have_written_is_said_and_not_loaded(engine, kit, stor
     store.clear()
     file.chmod(0o606)
     assert "not loaded" in files.load_cache(file.name) and not [*store.entries()]
+    before = files.state_of(file.name)
     file.chmod(0o600)
+    assert files.state_of(file.name) != before, "ComfyUI would give the old answer again"
     assert files.load_cache(file.name) == "mine.tckcache, for Flux; 64x64 batch 1; kinds of blocks: 1"
     assert store.get(NAMES[0]) == b"graph"
+
+
+def test_a_cache_that_may_keep_nothing_is_named(engine, kit, store):
+    files, file = engine("host.nodes.cache_files"), kit / "mine.tckcache"
+    kit.mkdir(mode=0o700, parents=True)
+    engine("cache.archive").write_cache_file(file, store, NAMES[:1], [], files.pack_version(), ["Flux"], [])
+    store.limit = 0
+    assert "its limit is 0 GiB; raise it" in files.load_cache(file.name)
 
 
 @pytest.mark.parametrize("name", ["con", "NUL", "Com1", "lpt9.tckcache", "aux.flux", "nul .x", "prn "])
