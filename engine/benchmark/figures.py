@@ -13,6 +13,7 @@ from ..messages.words import counted, say
 # Share by which two medians must differ.
 CLEAR = 0.01
 BAR_LENGTH = 40
+AGAIN = "change the steps and run it again (ComfyUI runs no node twice with the same inputs)"
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class BenchmarkResult:
         lines.append(f"Measured: {steps} warm steps each in {rounds} alternating rounds, same seed.")
         if self.late_graphs:
             graphs = f"{counted(self.late_graphs, 'graph')} {'was' if self.late_graphs == 1 else 'were'}"
-            lines.append(f"{graphs} compiled while measuring: run the benchmark again for clean figures.")
+            lines.append(f"{graphs} compiled while measuring: for clean figures, {AGAIN}.")
         lines += self.notes
         if self.trace:
             lines += ["Traces of one step, in the output folder, for ui.perfetto.dev:", *(f"  {f}" for f in self.trace.files)]
@@ -189,7 +190,7 @@ class BenchmarkResult:
         if not self.is_noisy:
             return f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."
         cause = "something kept the machine busy, or more steps are needed"
-        return f"The steps of the two overlap (8 of 10 steps, above): {cause}. Run it again."
+        return f"The steps of the two overlap (8 of 10 steps, above): {cause}. To know more, {AGAIN}."
 
     def _cost_lines(self) -> list[str]:
         cost, compiling, graphs = self.cost, duration(self.cost.seconds), counted(self.cost.graphs, "graph")
