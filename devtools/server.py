@@ -59,7 +59,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def wait_until(is_so, what, timeout=60):
+def wait_until(is_so, what, timeout=240):
     """Wait for a condition.
 
     Args:

@@ -64,7 +64,7 @@ class Page:
         self.context.add_init_script(CLASSIC_DRAWS)
         self.window = self.context.new_page()
         self.window.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.window.set_default_timeout(60_000)
+        self.window.set_default_timeout(180_000)
 
     def open(self, **settings):
         """(Re)load it, with these of ComfyUI's settings and those of before, until what was open before has come back."""

@@ -122,7 +122,7 @@ def another_tab(page):
     tab = copy.copy(page)
     tab.errors, tab.window = [], page.context.new_page()
     tab.window.on("pageerror", lambda error: tab.errors.append(str(error)))
-    tab.window.set_default_timeout(60_000)
+    tab.window.set_default_timeout(180_000)
     yield tab.open()
     tab.window.close()
     assert not [error for error in tab.errors if "torch-compile-kit" in error]
