@@ -345,6 +345,11 @@ class ModelGraphs:
         self.model.forget()
         self._pool = None
 
+    def new_run(self) -> None:
+        """Kinds of calls of which each run makes one, as a warmup's sizes, do not take turns."""
+        self._never_replayed.clear()
+        self.model.new_run()
+
     def drop_if_stale(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None
     ) -> None:
@@ -411,7 +416,11 @@ class ModelGraphs:
                 if captured is not None:
                     try:
                         replay = functools.partial(captured.replay, tensors)
-                        run = functools.partial(forward, *args, **kwargs, **fixed)
+
+                        def run() -> object:  # more than once, with containers of its own: models take items out of theirs
+                            again, named = private.pytree.tree_unflatten(leaves, spec)
+                            return forward(*again, **named, **fixed)
+
                         checks, has_other_code = self.checks, lambda: is_compiling() or code() != self.code
                         result = self._checked(replay(), run, has_other_code)
                         if self.differences:  # the model gets no graphs any more; while this one is held, nothing is given back

@@ -195,6 +195,32 @@ def test_kinds_of_calls_that_take_turns_do_not_push_each_other_out(engine, graph
     assert "take turns" in graphs.failures[0]
 
 
+def test_kinds_of_which_each_run_makes_one_call_do_not_take_turns(engine, graphs):
+    """A warmup of many sizes: two steps each, one in which the call is noted and one in which it is captured."""
+    most = engine("cuda_graphs.capture").MAX_GRAPHS
+    for size in range(most + 2):
+        graphs.new_run()
+        call(graphs, size), call(graphs, size)
+    graphs.new_run()
+    call(graphs, 0)
+    assert call(graphs, 0) and not graphs.failures
+
+
+def test_a_model_may_take_items_out_of_its_inputs(graphs):
+    """As Hunyuan-DiT takes a ControlNet's outputs, in the two calls that are compared with replays, too."""
+    told = []
+
+    def forward(x, control):
+        return x + (control.pop() if isinstance(control, list) else control)  # the stand-in for a graph has tensors
+
+    for _ in range(3):
+        x, control = torch.ones(2), [torch.ones(2)]
+        graphs.is_check_due = True
+        pays = lambda cost, saved: told.append(saved)  # noqa: E731
+        assert graphs.call("key", forward, (x, control), {}, {}, pays=pays).tolist() == [2, 2]
+    assert told
+
+
 def test_what_is_remembered_of_calls_has_an_end(engine, graphs, monkeypatch):
     module = engine("cuda_graphs.capture")
     monkeypatch.setattr(module, "MAX_OTHERS", 20)
