@@ -32,7 +32,7 @@ from ..model.attach import diffusion_model, eager_clone, model_name, notes_about
 from ..weights.blocks import notes_on
 from .limits import limits, parts_of_model, sentences_about_model
 from .sampling import STEPS as WARM_STEPS
-from .sampling import labelled_latent, naming_the_size, sample
+from .sampling import labelled_latent, naming_the_size, sample, sampled_patcher
 from .warmup_plan import Size
 
 ROUNDS = 3
@@ -70,6 +70,7 @@ def benchmark(
     settings = settings_for(patcher, say("nothingToCompare"))
     if isinstance(settings, str):
         return settings
+    patcher = sampled_patcher(patcher, positive, negative)
     label, prepared = labelled_latent(patcher, size, latent)
     total = 3 * WARM_STEPS + 2 * ROUNDS * steps + TRACE_STEPS * (1 + trace)
     session = _Session(patcher, ((positive, negative), cfg, prepared), comfy.utils.ProgressBar(total))

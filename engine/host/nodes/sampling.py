@@ -8,17 +8,26 @@ from itertools import pairwise
 
 import comfy.model_management
 import comfy.sample
+import comfy.sampler_helpers
 import comfy.samplers
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
+from ..adapter import is_dynamic
 from .warmup_plan import GIB, Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
 STEPS = 2
 KEY = "torch-compile-kit.warmup"
+
+
+def sampled_patcher(patcher, *prompts: list):
+    """The patcher that the host samples in place of `patcher`: LoRA in the prompts' hooks take one without dynamic VRAM, of a model
+    that is loaded once more (comfy/samplers.py, `CFGGuider.inner_set_conds`)."""
+    has_hooks = any(map(comfy.sampler_helpers.cond_has_hooks, prompts))
+    return patcher.get_non_dynamic_delegate() if has_hooks and is_dynamic(patcher) else patcher
 
 
 def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:

@@ -16,7 +16,7 @@ from ..model.attach import compile_plan, diffusion_model, model_name, notes_abou
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
 from .progress import WarmupProgress
-from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ranges_of, sample_once
+from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ranges_of, sample_once, sampled_patcher
 from .warmup_plan import MemoryPeaks, Size
 
 
@@ -39,6 +39,7 @@ def warm_up(
     settings = settings_for(patcher, say("nothingToWarm"))
     if isinstance(settings, str):
         return settings
+    patcher = sampled_patcher(patcher, positive, negative)
     for index, size in enumerate(sizes):  # before the first run, so that a wrong size costs no waiting
         if index or latent is None:
             latent_shape(patcher, size, is_extra=index > 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 from patch_kinds.conditions import controlnet, with_options
-from patch_kinds.weights import lora_file
+from patch_kinds.weights import lora_file, scheduled_lora
 from patching import Runs, same
 from sampling import sample
 from support import compile_settings
@@ -54,6 +54,31 @@ def model_calls(patcher):
     calls = []
     patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
+
+
+@pytest.fixture
+def dynamic(monkeypatch, tiny):
+    """dynamic(runs): the host samples another model in place of this one if the prompts have hooks, as with dynamic VRAM."""
+    import comfy.model_patcher
+
+    def make(runs):
+        other, kind = tiny.build_patcher(runs.name), comfy.model_patcher.ModelPatcher
+        dynamic = runs.patcher.model
+        monkeypatch.setattr(kind, "is_dynamic", lambda patcher: patcher.model is dynamic)
+        instead = lambda patcher: patcher.clone(model_override=other.get_clone_model_override())  # noqa: E731
+        monkeypatch.setattr(kind, "get_non_dynamic_delegate", instead, raising=False)
+
+    return make
+
+
+def test_prompts_with_lora_hooks_are_warmed_and_measured_on_the_model_that_is_sampled(warming, dynamic, engine):
+    runs = warming()
+    dynamic(runs)
+    positive, size = scheduled_lora(runs), engine("host.nodes.warmup_plan").Size(64, 64)
+    report = runs.warm(positive=positive)
+    assert "1 graph compiled" in report, report
+    measured = engine("host.nodes.benchmark").benchmark(runs.compiled, positive, runs.negative, size, 1.0, 2)
+    assert "Nothing was compiled" not in measured.table()
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
