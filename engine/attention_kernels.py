@@ -105,15 +105,18 @@ class AttentionSurvey:
     Args:
         wanted: a kernel that must be able to run the calls, or `auto`.
         complete: False if `best` could not measure: there were no calls, memory was short, or the machine was too busy.
+        was_asked: the model has called the host's attention.
     """
 
     wanted: str
     calls: Counter[_Call] = field(default_factory=Counter)
     complete: bool = True
+    was_asked: bool = False
 
     def __call__(
         self, func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
     ):
+        self.was_asked = True
         if _may_be_exchanged(func, q, kwargs):
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
             call: Any = (*(None if t is None else TensorSpec.of(t) for t in tensors), kwargs.get("scale"))
@@ -155,7 +158,7 @@ class AttentionSurvey:
             return self.wanted
         chosen = _costliest(self.calls)
         if not chosen:
-            self.complete = False  # a step cache may have skipped the call
+            self.complete = False
             return "comfyui"
         ready = self._suits_cudnn()
         try:

@@ -28,6 +28,10 @@ _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 _measured: dict[tuple[str, str], str] = {}
 # Per model, the survey whose kernels the worker makes ready, and the worker's job.
 _being_prepared: PerModel[list[tuple[AttentionSurvey, Job]]] = PerModel(lambda _network: [])
+# Per model, surveys in which it did not call the host's attention: a step cache may have skipped the call. After MOST_UNASKED
+# the model seems to have an attention of its own.
+_unasked: PerModel[list[AttentionSurvey]] = PerModel(lambda _network: [])
+MOST_UNASKED = 3
 # Cards on which this process has made kernels ready.
 _prepared: set[torch.device] = set()
 # Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
@@ -133,6 +137,10 @@ def _prepare(base_model, survey: AttentionSurvey) -> None:
 def _choose(base_model, survey: AttentionSurvey) -> None:
     network, cache = base_model.diffusion_model, current()
     _being_prepared(network).clear()
+    if not survey.was_asked:
+        _unasked(network).append(survey)
+        if len(_unasked(network)) < MOST_UNASKED:
+            return
     best = survey.best()
     _keep(base_model, survey.wanted, best)
     if not survey.complete:

@@ -94,13 +94,22 @@ def test_kernels_are_made_ready_beside_uncompiled_calls(engine, monkeypatch):
     assert choice.with_attention("auto", model, args, False)[1] is None
 
 
-def test_a_model_whose_attention_is_not_the_hosts_is_compiled_at_once(engine, monkeypatch):
+@pytest.mark.parametrize("asks", [True, False], ids=["a step cache skips calls", "an attention of its own"])
+def test_a_call_in_which_the_model_asks_for_no_attention_decides_nothing(engine, monkeypatch, asks):
+    """Not at first: a model whose attention is not the host's is compiled after three calls."""
     choice = engine("host.model.attention_choice")
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
-    monkeypatch.setattr(choice, "_must_prepare", lambda _device: True)
-    model = Model()
-    choice.with_attention("auto", model, (torch.zeros(1), 0, None, None, None, {}), False)[1]()
-    assert choice.chosen_kernel(model.diffusion_model, "auto") == "comfyui"
+    monkeypatch.setattr(choice, "_must_prepare", lambda _device: False)
+    monkeypatch.setattr(choice, "current", lambda: None)
+    monkeypatch.setattr(engine("attention_kernels"), "_measure", lambda kernel, _call: {"cudnn": 0.5}.get(kernel, 1.0))
+    model, args = Model(), (torch.zeros(1), 0, None, None, None, {})
+    for skipped in (True, True, False):
+        assert choice.chosen_kernel(model.diffusion_model, "auto") is None
+        given, after = choice.with_attention("auto", model, args, False)
+        if asks and not skipped:
+            model.apply(given[0], given[5])
+        after()
+    assert choice.chosen_kernel(model.diffusion_model, "auto") == ("cudnn" if asks else "comfyui")
 
 
 @pytest.mark.parametrize(("flag", "kept"), [("pytorch", True), ("sage", False), ("a partial of another pack", False)])
