@@ -45,6 +45,7 @@ class CompiledControl:
             return eager(network, run)
         if network not in _running:
             _running.add(network)
+            self._calls.notes.clear()  # a note may be about another pack's code that is gone now
             begin_run(network, self._status)
         with ExitStack() as scopes:
             left = obstacle(network)

@@ -85,6 +85,17 @@ def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, en
     assert states[0] == ("workflow", "compiling") and states[-1] == ("workflow", "ready"), states
 
 
+def test_a_note_of_an_earlier_run_is_gone(tiny, engine):
+    """It may be about a pack whose node is gone."""
+    runs = Controlled(tiny, engine, "flux")
+    control = runs.compiled(runs.control)
+    (ours,) = engine("host.model.controlnet").controls_in(with_options(runs.positive, control=control))
+    ours._calls.notes.add("CUDA graphs are off: some_pack runs in the model.")
+    assert any("some_pack" in note for note in ours.notes())
+    runs.with_control(control)
+    assert not any("some_pack" in note for note in ours.notes())
+
+
 def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refused(tiny, engine):
     import comfy.controlnet
     from comfy.t2i_adapter.adapter import Adapter_light
