@@ -207,7 +207,8 @@ def test_with_weights_elsewhere_blocks_run_uncompiled_and_it_is_said(flux, engin
     again = flux.attach(flux.patcher).clone(force_deepcopy=True)
     network, begin_step = again.model.diffusion_model, engine("host.model.training").begin_step
     block = next(module for module in network.modules() if "forward" in vars(module))
-    assert begin_step(network, torch.zeros(1, device="meta")) == "Training: blocks run uncompiled, since weights are offloaded."
+    told = begin_step(network, torch.zeros(1, device="meta"))
+    assert told.startswith("Training: blocks run uncompiled, since weights are offloaded") and "--disable-dynamic-vram" in told
     with pytest.raises(TypeError):
         block()
     assert not compiled_groups
