@@ -61,8 +61,8 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
         return (
-            f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM they always are: start ComfyUI with "
-            "--disable-dynamic-vram to train compiled, if all weights fit into VRAM."
+            f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM they always are: start ComfyUI "
+            "with --disable-dynamic-vram to train compiled, if all weights fit into VRAM."
         )
     total = total_of(trained.code.groups.values())
     if total.graph_breaks:

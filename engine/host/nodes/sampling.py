@@ -24,8 +24,8 @@ KEY = "torch-compile-kit.warmup"
 
 
 def sampled_patcher(patcher, *prompts: list):
-    """The patcher that the host samples in place of `patcher`: for hooks of prompts (LoRA) one without dynamic VRAM, whose model is
-    loaded once more (comfy/samplers.py, `CFGGuider.inner_set_conds`)."""
+    """The patcher that the host samples in place of `patcher`: for hooks in prompts (LoRA) one without dynamic VRAM, whose
+    model is loaded once more (comfy/samplers.py, `CFGGuider.inner_set_conds`)."""
     has_hooks = any(map(comfy.sampler_helpers.cond_has_hooks, prompts))
     return patcher.get_non_dynamic_delegate() if has_hooks and is_dynamic(patcher) else patcher
 
