@@ -187,6 +187,7 @@ class BlockCode:
                 raise
             if is_limit_hit(error):
                 self._reach_limit()
+                self.ran_uncompiled = call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
             if self._excludes_layers(error, block, call.began):
                 return self.forward(block, *args, **kwargs)

@@ -76,6 +76,38 @@ def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch
         assert torch.allclose(step.call(at_once, x.clone(), way=way), net(x.clone(), way=way)), way
 
 
+class ByWay(Block):
+    def forward(self, x, way):
+        return super().forward(x) * {"a": 1, "b": 2}[way]
+
+
+class ByWayNet(Net):
+    def forward(self, x, way):
+        for block in self.blocks:
+            x = block(x, way)
+        return x
+
+
+@MODES
+@pytest.mark.parametrize("dynamic", ["auto", "false"])
+def test_beyond_the_limit_one_block_a_call_asks_and_the_call_counts_as_uncompiled(engine, monkeypatch, at_once, dynamic):
+    """PyTorch evaluates all guards and logs lines of a warning each time: milliseconds a block."""
+    asked, compiled_code = [], engine("compile.compiled_code").BlockCode
+    reach = compiled_code._reach_limit
+    monkeypatch.setattr(compiled_code, "_reach_limit", lambda code: asked.append(1) or reach(code))
+    net = ByWayNet(ByWay)
+    step = CompiledNet(engine, net, dynamic=dynamic, cache_limit=1)
+    x, others = torch.randn(2, 4, 8), [(4, "b"), (4, "a")] if dynamic == "auto" else [(5, "a"), (4, "a")]
+    step.call(at_once, x, "a"), step.call(at_once, x, "a")
+    for tokens, way in 3 * others:
+        before, x = len(asked), torch.randn(2, tokens, 8)
+        result, uncompiled = step._call(at_once, (x, way), {})
+        assert torch.allclose(result, net(x, way))
+        is_beyond = (tokens, way) == others[0]
+        assert uncompiled == is_beyond and len(asked) - before <= (is_beyond if before else 3)
+    assert step.graphs == 1 and not step.failures
+
+
 @MODES
 def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, at_once):
     net, x = Net(), torch.randn(2, 4, 8)
