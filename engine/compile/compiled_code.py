@@ -22,6 +22,7 @@ from ..ownership import is_of_another
 from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
+from ..transformer_options.filter import OptionsFilter
 from .call_shapes import Changed, traced_state
 from .session import (
     CALL_SWITCHES,
@@ -68,12 +69,13 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failures: by names of patches, why calls with them run eager; for no patches, why all calls do.
         limit_reached: calls with new shapes run eager.
-        patches: names of the patches inside the block in the current call.
+        patches: names of the patches inside the block in the current call; `options`: tells what its code named then.
         breaks_alone: graph breaks of calls without patches.
         ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
+        _failed_with: by patches, `options` when calls with them failed.
         _retries: by patches, how often their failure was reset; for no patches, since a lowering.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
@@ -98,9 +100,11 @@ class BlockCode:
     why_inline: str | None = None
     must_be_inline: dict[str, str] = field(default_factory=dict)
     patches: tuple[str, ...] = ()
+    options: OptionsFilter | None = None
     breaks_alone: int = 0
     ran_uncompiled: bool = False
     entries: set[str] = field(default_factory=set)
+    _failed_with: dict[tuple[str, ...], OptionsFilter | None] = field(default_factory=dict)
     _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced: Counter[tuple] = field(default_factory=Counter)
@@ -279,23 +283,29 @@ class BlockCode:
         """Run the call in which compiling has failed with `error`, and give up."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
-            self.failures[self.patches] = failure
+            self._fails(self.patches, failure)
             raise BlockCompileError(failure.message()) from error
         # If the error is the model's own, this raises it again, and the user sees it as without this pack.
         result = self.forward(block, *args, **kwargs)
-        self.failures[self.patches] = failure
+        self._fails(self.patches, failure)
         logger.warning("%s", failure.message())
         return result
 
     def give_up(self, failure: Failure) -> None:
-        self.failures[()] = failure
+        self._fails((), failure)
         logger.warning("%s", failure.message())
 
+    def _fails(self, patches: tuple[str, ...], failure: Failure) -> None:
+        self.failures[patches], self._failed_with[patches] = failure, self.options
+
     def reset_failure(self) -> None:
-        """At the start of a run: compile again after a failure that may have passed (a full disk), up to RETRIES times."""
+        """At the start of a run: compile again after a failure that may have passed (a full disk, functions that another pack
+        had exchanged), up to RETRIES times."""
         self._traces_in_run.clear()
         for patches, failure in list(self.failures.items()):
-            if failure.may_pass and self._retries[patches] < RETRIES:
+            options = self._failed_with.get(patches)
+            may_pass = failure.may_pass or (options is not None and not options.is_current())
+            if may_pass and self._retries[patches] < RETRIES:
                 self._retries[patches] += 1
                 del self.failures[patches]
 

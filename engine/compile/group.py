@@ -143,7 +143,7 @@ class BlockGroup:
             at = self._options_at - 1
             all_options = args[at]
         options, patches = state.options(all_options) if all_options else (all_options, [])
-        self.code.patches = tuple(patches)
+        self.code.patches, self.code.options = tuple(patches), state.options
         self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)

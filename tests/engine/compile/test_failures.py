@@ -359,3 +359,37 @@ def test_inputs_of_a_block_in_pieces_are_copied_where_it_writes_to_them(engine, 
     monkeypatch.setattr(shapes, "memory_of", lambda tensor: copied.append(tensor) or memory_of(tensor))
     step.at_once(x)
     assert len(copied) == (2 if writes else 0)
+
+
+def helper(y, transformer_options):
+    return y
+
+
+def by_place(y, transformer_options):
+    """What another pack puts there: it needs a graph for each block."""
+    return y * (1 + [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8][transformer_options["block_index"]])
+
+
+class Helped(Block):
+    def forward(self, x, transformer_options={}):  # noqa: B006  as the host writes it
+        return helper(super().forward(x), transformer_options=transformer_options)
+
+
+def test_what_failed_while_a_function_was_exchanged_is_compiled_when_it_is_back(engine, monkeypatch):
+    net, x = Net(Helped, count=8), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend="eager")
+
+    def run():
+        step.new_run()
+        for _ in range(2):
+            assert torch.allclose(step.call(False, x, transformer_options={}), net(x, transformer_options={}))
+
+    run()
+    assert not step.failures
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "helper", by_place)
+        for _ in range(2):
+            run()
+            assert any("for the same shapes" in failure for failure in step.failures)
+    run()
+    assert not step.failures and not step(x, transformer_options={})[1]
