@@ -16,7 +16,7 @@ from torch import nn
 from ..background.model_call import ModelCall, next_moment
 from ..background.thread import Job
 from ..errors import BlockCompileError
-from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
+from ..failures.describe import Failure, describe_failure, is_limit_hit, is_out_of_memory, never_swallowed
 from ..log import logger
 from ..ownership import is_of_another
 from ..settings import CompileSettings
@@ -185,17 +185,19 @@ class BlockCode:
             result = compiled(block, *args, **kwargs)
         except Exception as error:
             session.release()
-            if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
-                raise
-            if isinstance(error, BlockCompileError) or not changed.put_back():
-                raise
-            if is_limit_hit(error):
-                self._reach_limit()
-                self.ran_uncompiled = call.uncompiled = True
-                return self.forward(block, *args, **kwargs)
-            if self._excludes_layers(error, block, call.began):
-                return self.forward(block, *args, **kwargs)
-            return self._run_after(error, block, args, kwargs)
+            lacks_memory = is_out_of_memory(error) and changed.has_copies and not is_of_another(error)
+            if not lacks_memory:
+                if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
+                    raise
+                if isinstance(error, BlockCompileError) or not changed.put_back():
+                    raise
+                if is_limit_hit(error):
+                    self._reach_limit()
+                    self.ran_uncompiled = call.uncompiled = True
+                    return self.forward(block, *args, **kwargs)
+                if self._excludes_layers(error, block, call.began):
+                    return self.forward(block, *args, **kwargs)
+                return self._run_after(error, block, args, kwargs)
         else:
             self._traced.update(traces_for)
             if not (session.has_run or call.may_trace):
@@ -216,6 +218,11 @@ class BlockCode:
                 added = session.stats()
                 self.stats.add(added)
                 self.breaks_alone += 0 if self.patches else added.graph_breaks
+        # The copies may have filled the memory; here the error is gone, which held what the graphs had allocated.
+        changed.put_back()
+        del changed, session
+        self.ran_uncompiled = call.uncompiled = True
+        return self.forward(block, *args, **kwargs)
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()

@@ -108,6 +108,28 @@ def test_beyond_the_limit_one_block_a_call_asks_and_the_call_counts_as_uncompile
     assert step.graphs == 1 and not step.failures
 
 
+def test_copies_of_the_inputs_cost_no_image_where_memory_is_short(engine, monkeypatch):
+    """A card with room for what a block computes, but not beside the copies that a trace keeps of its arguments."""
+    copies, changed = weakref.WeakSet(), engine("compile.call_shapes").Changed
+    graph, keep = engine("compile.traced_graph").TracedGraph, changed.keep
+    run = graph._run_unlowered
+
+    def run_in_the_rest(traced, args):
+        if copies:
+            args[0].zero_()  # what it has written
+            raise torch.OutOfMemoryError("no room")
+        return run(traced, args)
+
+    monkeypatch.setattr(changed, "keep", lambda kept: copies.add(kept) or keep(kept))
+    monkeypatch.setattr(graph, "_run_unlowered", run_in_the_rest)
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend="eager")
+    result, uncompiled = step(x.clone())
+    assert torch.allclose(result, net(x)) and uncompiled and not copies
+    step.wait()
+    assert not step.failures and step.graphs == 1 and not step.call(False, x).isnan().any() and not step(x)[1]
+
+
 @MODES
 def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, at_once):
     net, x = Net(), torch.randn(2, 4, 8)
