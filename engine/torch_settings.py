@@ -78,21 +78,28 @@ class SharedScope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context with the values from before, unless other threads use the scope; `exit` restores what code sets inside."""
+        """A context with the values from before, unless other threads use the scope; `exit` restores what code sets inside. Who
+        enters the scope inside is its first user, and the last one out."""
         with _lock:
-            scope = self._scope()
-            is_only_user = bool(self._own.users) and self._users.get(scope) == self._own.users
-            saved = self._saved[scope] if is_only_user else {}
+            scope, own = self._scope(), self._own.users
+            is_only_user = bool(own) and self._users.get(scope) == own
+            saved = self._saved.pop(scope) if is_only_user else {}
             now = {name: self._switches[name][0]() for name in saved}
             for name, value in saved.items():
                 self._switches[name][1](value)
+            if is_only_user:
+                del self._users[scope]
+                self._own.users = 0
         try:
             yield
         finally:
             with _lock:
-                is_still = self._users.get(scope) == self._own.users  # else another thread has set values meanwhile
+                if is_only_user:
+                    others = self._users.get(scope, 0)  # threads that have set values meanwhile
+                    inside = {name: self._switches[name][0]() for name in saved} if not others else {}
+                    self._saved[scope] = {**saved, **inside, **self._saved.get(scope, {})}
+                    self._users[scope], self._own.users = others + own, own
                 for name, value in now.items():
-                    saved[name] = self._switches[name][0]() if is_still else saved[name]
                     self._switches[name][1](value)
 
     def _scope(self) -> int:

@@ -301,3 +301,43 @@ def test_what_is_suspended_is_this_threads_own_and_what_changes_meanwhile_stays(
         assert not config.suppress_errors and len(seen) == 1
         is_of_thread = engine("torch_settings")._config_is_of_thread()
         assert is_of_thread or seen == [False], "of the process: the other thread's user has set it"
+
+
+def test_who_sets_something_while_a_scope_is_suspended_leaves_nothing(engine):
+    """Compiled code that another pack's patch runs, inside a block that was compiled under limits."""
+    scope, config = engine("torch_settings").compile_scope, torch._dynamo.config
+    with config.patch(suppress_errors=True):
+        before = config.suppress_errors, config.recompile_limit
+        with scope.applied(suppress_errors=False, recompile_limit=64):
+            with scope.suspended():
+                with scope.applied(suppress_errors=False, recompile_limit=77, fail_on_recompile_limit_hit=True):
+                    assert config.recompile_limit == 77
+                assert (config.suppress_errors, config.recompile_limit) == before and not config.fail_on_recompile_limit_hit
+            assert (config.suppress_errors, config.recompile_limit) == (False, 64)
+        assert (config.suppress_errors, config.recompile_limit) == before and not config.fail_on_recompile_limit_hit
+
+
+def test_a_thread_that_enters_a_suspended_scope_keeps_its_values(engine):
+    torch_settings = engine("torch_settings")
+    table = {"name": "usual"}
+    scope = torch_settings.SharedScope({"name": torch_settings.entry(lambda: table, "name")})
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with scope.applied(name="the other's"):
+            entered.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with scope.applied(name="ours"):
+        with scope.suspended():
+            assert table["name"] == "usual"
+            thread.start()
+            assert entered.wait(60)
+            with scope.suspended():
+                assert table["name"] == "the other's", "it is in use"
+        assert table["name"] == "ours"
+        leave.set()
+        thread.join()
+        assert table["name"] == "ours"
+    assert table["name"] == "usual"
