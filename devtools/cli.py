@@ -14,19 +14,13 @@ from .setup import set_up
 INSIDE = "TORCH_COMPILE_KIT_INSIDE"
 
 
-def add_choices(parser, comfyui, python, torch):
+def add_choices(parser, comfyui, torch):
     """The options that choose a host and an interpreter; the arguments are their defaults."""
     parser.add_argument(
         "--comfyui",
         metavar="FOLDER",
         default=comfyui,
         help="use this ComfyUI, or this version of it, instead of the pinned one (or set COMFYUI_PATH)",
-    )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        default=python,
-        help="use this interpreter as it is instead of a venv of ours (or set COMFYUI_PYTHON)",
     )
     parser.add_argument(
         "--torch",
@@ -43,14 +37,14 @@ def add_part(group, part, text):
 def parse(argv):
     """(options, arguments for pytest)."""
     parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
-    add_choices(parser, os.environ.get("COMFYUI_PATH"), os.environ.get("COMFYUI_PYTHON"), None)
+    add_choices(parser, os.environ.get("COMFYUI_PATH"), None)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, **more):
         # The options may stand before or after the command. After it they have no defaults, which would undo those before.
         # No abbreviations, since pytest has options that begin alike.
         added = commands.add_parser(name, allow_abbrev=False, **more)
-        add_choices(added, *[argparse.SUPPRESS] * 3)
+        add_choices(added, *[argparse.SUPPRESS] * 2)
         return added
 
     command("setup", help="only set up")
@@ -75,7 +69,7 @@ def parse(argv):
         parser.error("unrecognized arguments: " + " ".join(rest))
     if getattr(options, "part", None) == "newest":
         options.comfyui = options.comfyui or hosts.NEWEST[0]
-        options.torch = options.torch or (None if options.python else venvs.NEWEST)
+        options.torch = options.torch or venvs.NEWEST
     return options, rest
 
 
@@ -84,7 +78,7 @@ def main(argv):
     if os.environ.get(INSIDE):
         return inside(options)
     try:
-        python, host = set_up(options.comfyui, options.python, options.torch)
+        python, host = set_up(options.comfyui, options.torch)
     except SetupError as error:
         print(f"dev.py: {error}", file=sys.stderr)
         return 2

@@ -38,7 +38,6 @@ def steps(python, host):
         Step("registry", comfy, r"(?i)error|warning|S102|S307|E702"),
         Step("tables", ("-m", "benchmarks.tables", "--check")),
         Step("rooms", ("-m", "devtools.rooms")),
-        Step("documents", ("-m", "devtools.documents")),
         Step("ruff", ("-m", "ruff", "check", "--output-format=concise")),
         Step("format", ("-m", "ruff", "format", "--check")),
     ]

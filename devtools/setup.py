@@ -1,44 +1,33 @@
 """Sets up a host and an interpreter for it under .dev/, once; later runs find what is there and do nothing."""
 
-import os
-from pathlib import Path
-
 from . import hosts, venvs
 from .commands import DEV, LOG, SetupError, check_disk, step
 
 
-def set_up(comfyui=None, python=None, torch=None):
+def set_up(comfyui=None, torch=None):
     """(interpreter, ComfyUI folder), made ready.
 
     Args:
         comfyui: a ComfyUI folder, or a version that can be set up; None: the pinned version.
-        python: an interpreter to use as it is.
         torch: the PyTorch of a venv of ours, a key of `venvs.TORCH`; None: the pinned version.
 
     Raises:
         SetupError: what is missing or does not fit, and what to do.
     """
-    if python and torch:
-        raise SetupError(f"--torch {torch} makes an environment of its own; --python (COMFYUI_PYTHON) uses {python} as it is")
     DEV.mkdir(exist_ok=True)
     LOG.write_text("", encoding="utf-8")
     host = hosts.choose(comfyui)
     torch = torch or venvs.PINNED
     venv = venvs.venv_folder(torch)
     ours = venvs.python_in(venv)
-    if python:
-        # Not resolve(): a venv's python is a link, and behind it lies the interpreter without the venv.
-        ours = Path(os.path.abspath(Path(python).expanduser()))
-        venvs.check_interpreter(ours)
     try:
-        if not python and not venvs.complete(venv):
+        if not venvs.complete(venv):
             venv.mkdir(parents=True, exist_ok=True)
             check_disk(venv)
             step(f"a virtual environment in {venv}", lambda: venvs.make_venv(venv))
         if not host.exists():
             step(f"ComfyUI in {host}", lambda: hosts.get(host, ours))
-        if not python:
-            venvs.install(venv, host, torch)
+        venvs.install(venv, host, torch)
     except OSError as error:
         raise SetupError(f"the disk is full or the checkout cannot be written: {error}") from error
     return ours, host

@@ -1,10 +1,8 @@
 """Environments for ComfyUI under .dev/, one for each PyTorch; a stamp says for which requirements each was made."""
 
 import hashlib
-import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -119,17 +117,3 @@ def let_torchaudio_import(venv):
         return
     raise SetupError(f"torchaudio {TORCHAUDIO} is not in {venv}, or lies elsewhere there: ComfyUI would not start")
 
-
-def check_interpreter(python):
-    """An interpreter that is not ours is never changed; it must have what the tests need."""
-    needed = ["torch", "aiohttp", "safetensors", "pytest", "xdist", "websocket"]
-    probe = f"import importlib.util as u, json; print(json.dumps([m for m in {needed} if not u.find_spec(m)]))"
-    try:
-        missing = json.loads(subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True).stdout)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        raise SetupError(f"--python: {python} does not run: {error}") from None
-    if missing:
-        raise SetupError(
-            f"--python: {python} lacks {', '.join(missing)}. Install ComfyUI's requirements.txt and then: "
-            f"{python} -m pip install -r {ROOT / 'requirements-dev.txt'}"
-        )

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support import ROOT
 
-from devtools import documents, inprocess, lint
+from devtools import inprocess, lint
 
 CLEAN = '"""A module."""\n\nVALUE: int = 1\n'
 
@@ -57,25 +57,3 @@ def test_all_steps_run_though_one_fails_and_each_is_told(capsys, tmp_path):
     assert told.count("FAILED") == 2 and "a.py is wrong" in told and "why" in told and "a warning, and 0" in told
     assert next(line for line in told.splitlines() if line.startswith("ok")).endswith("nothing is wrong")
     assert lint.run_steps(chosen[2:], tmp_path) == 0
-
-
-ROW = "| 000, 001, 002, 003, 004 | asks | {} |"
-
-
-@pytest.mark.parametrize(
-    ("test", "found"),
-    [
-        ("tests/project/test_lint.py::test_each_tool_finds_a_planted_mistake", ""),
-        ("tests/project/test_lint.py", ""),
-        ("here | tests/project/test_lint.py", "three columns"),
-        ("tests/project/test_lint.py::test_each_tool", "has no test_each_tool"),
-        ("tests/project/test_nothing.py", "does not exist"),
-    ],
-)
-def test_a_document_without_its_test_is_found(test, found):
-    lines = documents.check(ROW.format(test))
-    assert found in lines[0] if found else lines == []
-
-
-def test_a_document_without_a_row_is_found():
-    assert documents.check("") and documents.check(ROW.format("tests/project/test_lint.py").replace("004", "005"))

@@ -33,6 +33,14 @@ def test_icon_and_banner_are_what_the_registry_takes(name, ratio):
     assert f'width="{width}" height="{height}"' in svg and "<title>Torch Compile Kit" in svg and "href" not in svg
 
 
+def test_each_document_of_the_requirements_is_in_a_row_and_each_row_names_a_test():
+    text = (ROOT / "tests" / "documents.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{3}[\d, ]*) \|[^|]*\| ([^|:]+)(?:::(\w+))? \|$", text, re.MULTILINE)
+    assert len(rows) > 40 and {n for numbers, *_ in rows for n in numbers.split(", ")} == {f"00{n}" for n in range(5)}
+    for _, file, name in rows:
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
+
+
 def test_issue_forms_ask_for_what_answers_need():
     yaml = pytest.importorskip("yaml")
     forms = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}

@@ -16,8 +16,7 @@ from devtools import cli, commands, hosts, matrix, setup, suite, venvs
 
 @pytest.fixture(autouse=True)
 def no_choice_from_outside(monkeypatch):
-    for name in ("COMFYUI_PATH", "COMFYUI_PYTHON"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
 
 
 @pytest.fixture
@@ -67,8 +66,6 @@ def test_the_newest_part_brings_its_host_and_pytorch_unless_others_are_chosen():
     assert (options.part, options.comfyui, options.torch) == ("newest", hosts.NEWEST[0], venvs.NEWEST)
     options, _ = cli.parse(["matrix", "--newest", "--torch", "2.13", "--comfyui", "X"])
     assert (options.part, options.comfyui, options.torch) == ("newest", "X", "2.13")
-    options, _ = cli.parse(["--python", "P", "test", "--newest"])
-    assert (options.python, options.torch) == ("P", None)
 
 
 def test_a_pytorch_without_pins_and_two_parts_at_once_are_refused(capsys):
@@ -183,11 +180,6 @@ def test_a_folder_that_is_no_comfyui_is_refused_with_the_versions_there_are(dev,
     assert hosts.choose() == dev / f"comfyui-{hosts.COMFYUI_VERSION}"
     with pytest.raises(commands.SetupError, match=r"is no ComfyUI folder .* no version .*0\.30\.0, 0\.26\.0"):
         setup.set_up(comfyui=str(dev / "elsewhere"))
-
-
-def test_an_interpreter_of_the_user_and_a_pytorch_exclude_each_other(dev):
-    with pytest.raises(commands.SetupError, match=r"--torch 2\.15 .* --python \(COMFYUI_PYTHON\) uses .* as it is"):
-        setup.set_up(python="/usr/bin/python3", torch="2.15")
 
 
 def test_the_parts_of_the_suite_are_tests_that_exist():
