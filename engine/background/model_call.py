@@ -27,6 +27,7 @@ class ModelCall:
     lowered: float = 0.0  # for how much of that time graphs were lowered
     put_off: bool = False  # a block ran uncompiled because no trace was allowed to begin
     settings_changed: bool | None = None  # of PyTorch's, by another pack (compile/session.py); None: not known yet
+    effort: Any = None  # which kinds of blocks are worth a graph (`blocks.convolutions.Effort`); None: all
     packings: set[Any] = field(default_factory=set)  # the `BlockCode` of each kind of weights that were unpacked
     # Called when the model has run: a worker that starts in the middle would slow the traces of other blocks five times.
     when_over: list[Callable[[], object]] = field(default_factory=list)
@@ -35,9 +36,6 @@ class ModelCall:
     @property
     def may_trace(self) -> bool:
         return self.synchronous or (not self.puts_off and self.traced <= self.trace_seconds)
-
-    def put_off_trace(self) -> None:
-        self.uncompiled = self.put_off = True
 
     def over(self) -> None:
         while self.when_over:

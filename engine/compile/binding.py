@@ -120,8 +120,7 @@ class Binding:
             with exchanged({block: functools.partial(_run_block, runs, block) for block in runs}):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
-            effort = next((run.effort for run in runs.values()), None)  # all runs share one
-            code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
+            code.eager[Eager.SMALL] = Counter(self.call.effort.left_out.values() if self.call.effort is not None else ())
         finally:
             runs.clear()  # a forward of ours that another node has kept runs uncompiled
             code.bound = []
@@ -147,7 +146,7 @@ class Binding:
         choice = choose(self._free, self.settings)
         code.eager[Eager.CONVOLUTIONS] = Counter(type(block).__name__ for block in choice.left_out)
         code.parts = Counter(type(part).__name__ for part in choice.parts)
-        effort = Effort(Counter(map(kind_of, choice.compiled))) if choice.left_out else None
+        self.call.effort = Effort(Counter(map(kind_of, choice.compiled))) if choice.left_out else None
         places = self._weights.of_block if self._weights is not None else {}
         compiled = {} if self.call.waits else dict.fromkeys(choice.compiled)
         code.bound = list(compiled)
@@ -161,7 +160,7 @@ class Binding:
                 continue
             if block in compiled or weights is not None:
                 traced = None if is_waited_for else last.get(kind_of(block))
-                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, effort, traced)
+                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, traced)
         return runs
 
 
@@ -174,7 +173,6 @@ class _Run:
     code: ModelCode | None
     settings: CompileSettings
     weights: Any
-    effort: Effort | None
     traced: nn.Module | None
 
 
@@ -193,7 +191,7 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
                 run.weights.place()
         if group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
-        return group(block, state, run.call, args, kwargs, run.effort, functools.partial(_may_begin, run, group, block))
+        return group(block, state, run.call, args, kwargs, functools.partial(_may_begin, run, group, block))
     finally:
         if run.weights is not None:
             run.weights.release()

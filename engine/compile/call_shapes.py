@@ -140,13 +140,5 @@ def _with_usual_strides(value: Any) -> Any:
     """A contiguous tensor's memory with the usual strides; other values as they are."""
     if not isinstance(value, torch.Tensor) or 1 not in value.shape or not value.is_contiguous():
         return value
-    usual = _strides_for(value.shape)
-    return value if value.stride() == usual else value.as_strided(value.shape, usual)
-
-
-def _strides_for(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    usual = value.view(-1).view(value.shape)
+    return value if value.stride() == usual.stride() else usual

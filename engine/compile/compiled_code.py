@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections import Counter
@@ -34,10 +33,8 @@ from .session import (
     are_settings_changed,
     monitor,
 )
-from .traced_graph import backend_for, current, dead_code, with_own_code
+from .traced_graph import backend_for, dead_code, with_own_code
 
-# From PyTorch 2.13 on, torch.compile takes a function's recompile limit as an argument; before, the limit is a setting.
-TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the
 # block is traced again.
 on_compile_failure: list[Callable[[nn.Module], bool]] = []
@@ -60,7 +57,6 @@ class BlockCode:
 
     Args:
         name: for reports.
-        folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes whose number differs between blocks (VACE's `block_id`), so that it is no constant of the graph.
         lowering: seconds that the slowest of its graphs took to be lowered in this process's life.
         compiles: how often it was traced, a graph of it was lowered, or its code was discarded.
@@ -85,7 +81,6 @@ class BlockCode:
     name: str
     forward: Callable
     settings: CompileSettings
-    folder: tuple[str, str]
     varying: set[str]
     lowering: float = 0.0
     compiles: int = 0
@@ -169,23 +164,22 @@ class BlockCode:
             functools.partial(self._trace_begins, changed, call),
             functools.partial(self._switches, block, args, kwargs, traces_for),
             (args, kwargs),
+            call,
         )
         if call.settings_changed is None:
             call.settings_changed = are_settings_changed()
         limited = call.settings_changed or self.stats.graphs >= min(self.settings.variant_limit, USUAL_LIMIT)
         if limited:
             limit = self.settings.variant_limit
-            process_wide = {} if TAKES_LIMIT else {"recompile_limit": limit}
-            limits = {"accumulated_recompile_limit": 4 * limit, "fail_on_recompile_limit_hit": True}
-            compile_scope.enter(**CALL_SWITCHES, **limits, **process_wide)
+            limits = {"recompile_limit": limit, "accumulated_recompile_limit": 4 * limit, "fail_on_recompile_limit_hit": True}
+            compile_scope.enter(**CALL_SWITCHES, **limits)
         monitor.calls.append(session)
-        outer, current.call = current.call, call
         try:
             session.hold()
             result = compiled(block, *args, **kwargs)
         except Exception as error:
+            lacks_memory = session.has_run and is_out_of_memory(error) and changed.has_copies and not is_of_another(error)
             session.release()
-            lacks_memory = is_out_of_memory(error) and changed.has_copies and not is_of_another(error)
             if not lacks_memory:
                 if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
                     raise
@@ -205,7 +199,6 @@ class BlockCode:
                 call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:
-            current.call = outer
             monitor.calls.pop()
             session.release()
             if limited:
@@ -343,9 +336,8 @@ class BlockCode:
         """torch.compile of a copy of the forward, so that each group and setting has its own limit and can free its code."""
         function = self._function = with_own_code(self.forward)
         weakref.finalize(self, dead_code.append, function.__code__).atexit = False
-        limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
         backend = backend_for(self, self.settings.backend, self.settings.inductor_options())
-        return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph, **limit)
+        return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph)
 
     def variants(self) -> list[object]:
         """The guards of the code that PyTorch holds now: none after Dynamo was reset."""

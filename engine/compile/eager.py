@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..blocks.convolutions import Effort
 from ..devices import is_capturing
 from ..ownership import TORCH_COMPILE
 from ..transformer_options.arguments import is_given_an_object
@@ -59,23 +58,15 @@ class Taken(NamedTuple):
 
 
 def why_eager(
-    group: Any,
-    block: nn.Module,
-    call: ModelCall,
-    args: tuple,
-    kwargs: dict,
-    shapes: tuple,
-    effort: Effort | None,
-    may_begin: Callable[[], bool],
+    group: Any, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple, may_begin: Callable[[], bool]
 ) -> Eager | None:
     """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
 
     Args:
         group: the `BlockGroup` (group.py imports this module).
-        effort: of the call of the model; None where all groups are worth a graph.
         may_begin: whether the group's first trace may begin with this block (binding.py, `_may_begin`).
     """
-    if effort is not None and effort.is_too_small(block, args):
+    if call.effort is not None and call.effort.is_too_small(block, args):
         return Eager.SMALL
     if is_given_an_object(args, kwargs):
         return Eager.FILLS_CACHE

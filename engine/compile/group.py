@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..blocks.convolutions import Effort
 from ..blocks.state import BlockState, forwards_outside, sharing_classes
 from ..channels_last import function_mode
 from ..failures.describe import Failure
@@ -32,7 +31,6 @@ class BlockGroup:
     Holds no block and no weight: freeing the model frees them at once.
 
     Args:
-        folder: name of its folder in the disk cache.
         numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
@@ -49,7 +47,6 @@ class BlockGroup:
     class_name: str
     forward: Callable
     settings: CompileSettings
-    folder: str
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
@@ -69,7 +66,7 @@ class BlockGroup:
         code = self.forward.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._options_at = names.index("transformer_options") if "transformer_options" in names else None
-        self.code = BlockCode(self.class_name, self.forward, self.settings, (self.folder, self.class_name), self.varying)
+        self.code = BlockCode(self.class_name, self.forward, self.settings, self.varying)
 
     @property
     def stats(self) -> CompileStats:
@@ -92,7 +89,6 @@ class BlockGroup:
         call: ModelCall,
         args: tuple,
         kwargs: dict,
-        effort: Effort | None = None,
         may_begin: Callable[[], bool] = lambda: True,
     ) -> object:
         """Call `block`: what other packs have put around the forward of its class, and inside that the code.
@@ -106,7 +102,7 @@ class BlockGroup:
             if module is not block:
                 return forward(module, *args, **kwargs)
             self._came_in = call.began
-            return self._call(functools.partial(forward, block), block, state, call, args, kwargs, effort, may_begin)
+            return self._call(functools.partial(forward, block), block, state, call, args, kwargs, may_begin)
 
         return (rewrapped(self._outer, forward, run) or run)(block, *args, **kwargs)
 
@@ -134,7 +130,6 @@ class BlockGroup:
         call: ModelCall,
         args: tuple,
         kwargs: dict,
-        effort: Effort | None,
         may_begin: Callable[[], bool],
     ) -> object:
         at = None
@@ -147,11 +142,11 @@ class BlockGroup:
         self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
-        reason = why_eager(self, block, call, args, kwargs, shapes, effort, may_begin)
+        reason = why_eager(self, block, call, args, kwargs, shapes, may_begin)
         if reason is not None:
             self.eager.add(reason)
             if reason is Eager.TRACE_TIME:
-                call.put_off_trace()
+                call.uncompiled = call.put_off = True
             call.uncompiled |= reason in (Eager.NOT_LAST, Eager.LIMIT)
             if reason is not Eager.FAILED:
                 return uncompiled(*args, **kwargs)

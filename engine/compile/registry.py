@@ -12,7 +12,7 @@ from torch import nn
 
 from ..blocks.convolutions import kind_of
 from ..blocks.state import BlockState, is_made_anew, sharing_classes
-from ..cache.structure import short_name, structure_of
+from ..cache.structure import structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..log import logger
@@ -227,7 +227,7 @@ class ModelCode:
             group = other  # of another model, which may be gone
         if group is None:
             name = type(block).__name__
-            group = BlockGroup(name, forward, settings, short_name(name, structure))
+            group = BlockGroup(name, forward, settings)
             kind = name, structure, settings.settings_key()
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..background.model_call import ModelCall
 from ..log import logger
 from ..torch_compat import private
 from ..torch_settings import SharedScope, compile_scope
@@ -177,6 +178,7 @@ class CompileSession:
         on_first: called before the first trace; must not raise.
         switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`, and for `sources`.
         arguments: positional and keyword arguments of the call.
+        call: the model's call in progress.
         sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
         is_held: the lock of `hold`.
         has_run: a graph has run.
@@ -186,6 +188,7 @@ class CompileSession:
     on_first: Callable[[], None]
     switches: Callable[[list[str] | None], dict[str, object]]
     arguments: tuple[tuple, dict]
+    call: ModelCall
     started: bool = False
     graphs: int = 0
     seconds: float = 0.0

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..compile_process import lowering_settings
 from ..compile_process.artefact import Code, LowerInline
@@ -58,13 +57,6 @@ from .session import monitor, tracing_scope
 _inline_lock = threading.Lock()
 
 
-class _Current(threading.local):
-    """The model's call in progress on this thread."""
-
-    call: ModelCall | None = None
-
-
-current = _Current()
 # Code objects of freed graphs, whose compiled code PyTorch would keep; see `compiled_code.free_unused`.
 dead_code: list[types.CodeType] = []
 
@@ -76,8 +68,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
     def backend(graph: fx.GraphModule, example_inputs: list, refusal: str | None = None) -> Callable:
         """`refusal`: why the call must lower the graph."""
         prepare(graph, example_inputs)
-        if monitor.calls:
-            monitor.calls[-1].graphs += 1
+        monitor.calls[-1].graphs += 1
         owner: Any = reference()  # alive: a call of it traces the graph
         owner.writes_in_place |= any(map(written_by, graph.graph.nodes))
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
@@ -146,7 +137,7 @@ def device_of(fakes: list) -> torch.device:
 
 def lowered_inline(owner: Any, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
-    call, began = current.call or ModelCall(), time.perf_counter()
+    call, began = monitor.calls[-1].call, time.perf_counter()
     try:
         with call.holding(_inline_lock), tracing_scope.applied(gc=True), lowering_settings.scope():
             code = lower(graph, inputs)
@@ -155,8 +146,7 @@ def lowered_inline(owner: Any, graph: fx.GraphModule, inputs: list, lower: Calla
     owner.count_lowered(0.0, 0)  # in reports these seconds are part of the trace's
 
     def run(*args: Any) -> Any:
-        if monitor.calls:
-            monitor.calls[-1].release()
+        monitor.calls[-1].release()
         return code(*args)
 
     return run
@@ -241,8 +231,7 @@ class TracedGraph:
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
-        if monitor.calls:
-            monitor.calls[-1].release()
+        monitor.calls[-1].release()
         if self._code is None:
             return self._run_unlowered(args)
         if self._holds is not None and not self._holds(args):
@@ -253,8 +242,8 @@ class TracedGraph:
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner: Any = self._owner()
-        call, job = current.call, self._job
-        if call is None or owner.failure is not None:
+        call, job = monitor.calls[-1].call, self._job
+        if owner.failure is not None:
             return self._run_traced(*args)
         if self._is_refused:
             return self._trace_anew(args)
@@ -310,7 +299,7 @@ class TracedGraph:
         assert job is not None
         began = time.perf_counter()
         try:
-            run, code = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
+            run, code = self._lower(self._request, owner.name, not (job.awaited or compiler.awaited))
         except (LowerInline, private.MissingName) as error:
             if not isinstance(error, Unavailable):  # the next `_request_for` checks that again
                 owner.must_be_inline[self._request.key] = str(error)
@@ -362,7 +351,8 @@ class TracedGraph:
         """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call
         that traces it."""
         owner: Any = self._owner()
-        call, session = current.call or ModelCall(), monitor.calls[-1] if monitor.calls else None
+        session = monitor.calls[-1]
+        call = session.call
         may_trace = call.may_trace and not is_capturing(self._device)
         if self._alone is None and may_trace:
             if self._is_refused:
@@ -371,7 +361,7 @@ class TracedGraph:
             function = with_own_code(lambda *args: traced(*args))
             weakref.finalize(self, dead_code.append, function.__code__).atexit = False
             self._alone = function, torch.compile(function, backend=self._backend)
-        if self._alone is None or session is None:
+        if self._alone is None:
             result, has_run = self._run_traced(*args), False
         else:
             function, compiled = self._alone

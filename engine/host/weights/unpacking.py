@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...cache.structure import short_name
 from ...compile.compiled_code import BlockCode
-from ...compile.traced_graph import current
+from ...compile.session import monitor
 from ...failures.describe import never_swallowed
 from ...log import logger
 from ...per_model import PerModel
@@ -81,7 +80,7 @@ class LayerWeight:
 
     def _dequantize(self, tensor: Any, dtype: torch.dtype, inner: Any = None) -> torch.Tensor:
         """In place of the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
-        call, kind, whole = current.call, tensor.tensor_type, self._whole
+        call, kind, whole = monitor.calls[-1].call if monitor.calls else None, tensor.tensor_type, self._whole
         is_known = inner in (None, "target") or isinstance(inner, torch.dtype)  # a development branch passes settings there
         if call is None or not is_known or kind not in whole.__globals__["dequantize_functions"]:
             return whole(tensor, dtype, inner)
@@ -135,7 +134,7 @@ class _Packing(nn.Module):
 def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtype, settings: CompileSettings) -> tuple:
     """A `_Packing` that unpacks as the pack's `dequantize_tensor` (`whole`) does, and its code."""
     name = f"unpacking of {getattr(kind, 'name', kind)}"
-    code = BlockCode(name, _Packing.forward, settings, (short_name(name, ((),)), name), set())
+    code = BlockCode(name, _Packing.forward, settings, set())
     return _Packing(whole.__globals__, kind, inner, dtype), code
 
 

@@ -56,7 +56,7 @@ def test_compilations_of_others_are_not_ours(events):
 def test_a_trace_whose_beginning_fails_is_not_as_long_as_the_machine_is_up(events, engine, monkeypatch):
     session_module = engine("compile.session")
     monkeypatch.setattr(session_module, "time", types.SimpleNamespace(perf_counter=lambda: 1e6))
-    session = session_module.CompileSession("Block", lambda: 1 / 0, lambda _sources: {}, ((), {}))
+    session = session_module.CompileSession("Block", lambda: 1 / 0, lambda _sources: {}, ((), {}), None)
     events.monitor.calls.append(session)
     try:
         with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
