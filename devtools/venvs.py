@@ -116,4 +116,3 @@ def let_torchaudio_import(venv):
             file.write_text(text + WITHOUT_CHECK, encoding="utf-8")
         return
     raise SetupError(f"torchaudio {TORCHAUDIO} is not in {venv}, or lies elsewhere there: ComfyUI would not start")
-
