@@ -131,11 +131,6 @@ def _module(name: str) -> object | None:
         return None
 
 
-def is_dynamic(patcher: Any) -> bool:
-    """Whether the weights of the patcher's model are under dynamic VRAM; older hosts have no such method."""
-    return getattr(patcher, "is_dynamic", bool)()
-
-
 def set_callbacks(patcher: Any, key: str, callbacks: dict[str, Any]) -> None:
     """Register `callbacks` (event -> function) with the patcher; they replace its callbacks for these events under `key`."""
     for event, callback in callbacks.items():

@@ -127,8 +127,6 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if isinstance(network, StandIn):  # of an earlier node
         network = network.torch_compile_kit.network
     compiled = control.copy()
-    if not settings.enabled:
-        return compiled
     kind, why = type(control).__name__, obstacle(network)
     if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         why = why or told("controlLeft", kind)  # the network runs once an image, or is made anew for each

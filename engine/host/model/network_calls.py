@@ -12,7 +12,7 @@ from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...channels_last.preparing import norm_kernels
 from ...compile.binding import Binding
-from ...compile.registry import ModelCode, WaitsFor, code_of
+from ...compile.registry import WaitsFor, code_of
 from ...compile.session import watching
 from ...compile_process.obtain import get_ready_to_compile, is_imported
 from ...cuda_graphs.capture import graphs_of
@@ -58,7 +58,8 @@ class NetworkCalls:
         No block is compiled in the call if compiling would not pay yet (`call.waits`), or while the compiler is imported.
         """
         network, code = loaded.network, code_of(loaded.network)
-        if not call.waits and self._has_to_get_ready(call, code, loaded.device):
+        compiles = self.settings.backend != "cudagraphs" and not code.compiles
+        if compiles and not (call.waits or call.synchronous) and imports_beside_calls(loaded.device):
             get_ready_to_compile(starts=self.settings.backend == "inductor" and not code.uncalled)
             if not is_imported():
                 call.waits, code.waits_for = True, WaitsFor.IMPORT
@@ -88,11 +89,6 @@ class NetworkCalls:
             if call.ran and not call.waits:
                 code.waits_for = None
             return result
-
-    def _has_to_get_ready(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:
-        """Whether a call that waits for no code may be the first to compile something."""
-        compiles = self.settings.backend != "cudagraphs"
-        return compiles and not call.synchronous and not code.compiles and imports_beside_calls(device)
 
 
 def is_synchronous(settings: CompileSettings) -> bool:

@@ -174,7 +174,7 @@ class Payback:
         other packs' code prevents replays: if so, that call decides. `least`: seconds that the run takes at least, if known."""
         record, last = self.record, min(CALLS[1], self._steps)
         if self._calls == 1:
-            record.is_decided = self._is_due()
+            record.is_decided = record.runs > 0 and not self._runs_to_go(record.seconds, record.runs, record.runs_now)
             if not record.runs and not self._replays and not self._runs_to_go(least, 1, 1):
                 get_ready_to_compile()  # beside the first call, which loads weights and kernels
             if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
@@ -195,11 +195,6 @@ class Payback:
         if the run has enough of them that replays settle. Other packs' code may end replays after some calls."""
         is_replayed = self._replays and self._steps >= SETTLED
         return not is_replayed and self._calls < SETTLED and len(self._began) <= CALLS[1] - CALLS[0]
-
-    def _is_due(self) -> bool:
-        """Whether compiling is worth while by the runs so far."""
-        record = self.record
-        return record.runs > 0 and not self._runs_to_go(record.seconds, record.runs, record.runs_now)
 
     def _now(self) -> Any:
         return moment_of(self._device or torch.device("cpu"))

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
@@ -75,8 +74,6 @@ class LaidOut:
         if turn and possible:  # if it is not possible now, the turn comes later
             try:
                 return self._timed(shape, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
-            except comfy.model_management.InterruptProcessingException:
-                raise
             except Exception as error:
                 why = "" if never_swallowed(error) else in_one_line(error)
                 if not why:  # noted before the plain call, which may run out of memory too

@@ -15,7 +15,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +133,15 @@ def samplers_of(workflow: Any, name: str, classes: dict[str, Any]) -> list[str]:
                 f"{name} has a node {about['class_type']}, which this ComfyUI lacks; install the pack that brings it."
             )
     makers = {node for node, about in workflow.items() if "LATENT" in (classes[about["class_type"]].RETURN_TYPES or ())}
-    while new := {node for node in workflow.keys() - after if (after - makers) & set(_linked(workflow[node]))}:
+    links = {
+        name: {str(value[0]) for value in node.get("inputs", {}).values() if isinstance(value, list) and len(value) == 2}
+        for name, node in workflow.items()
+    }
+    while new := {node for node in workflow.keys() - after if (after - makers) & links[node]}:
         after |= new
     if not after & makers:
         raise PrebuildError(f"{name} has no sampler after Torch Compile; connect one.")
     return sorted(after & makers)
-
-
-def _linked(node: dict) -> Iterator[str]:
-    """The nodes that a node has inputs from."""
-    yield from (str(value[0]) for value in node.get("inputs", {}).values() if isinstance(value, list) and len(value) == 2)
 
 
 def _stand_in(mode: Any, attention: str) -> None:

@@ -15,7 +15,6 @@ from comfy.patcher_extension import WrappersMP
 
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
-from ..adapter import is_dynamic
 from .warmup_plan import GIB, Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
@@ -27,7 +26,7 @@ def sampled_patcher(patcher, *prompts: list):
     """The patcher that the host samples in place of `patcher`: for hooks in prompts (LoRA) one without dynamic VRAM, whose
     model is loaded once more (comfy/samplers.py, `CFGGuider.inner_set_conds`)."""
     has_hooks = any(map(comfy.sampler_helpers.cond_has_hooks, prompts))
-    return patcher.get_non_dynamic_delegate() if has_hooks and is_dynamic(patcher) else patcher
+    return patcher.get_non_dynamic_delegate() if has_hooks and patcher.is_dynamic() else patcher
 
 
 def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:

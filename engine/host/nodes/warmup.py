@@ -10,7 +10,6 @@ from ...messages.report import CompileReport, WarmedSize, stats_for
 from ...messages.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
-from ..adapter import is_dynamic
 from ..graphs.policy import MEASURED_CALLS, payoff_of
 from ..model.attach import compile_plan, diffusion_model, model_name, notes_about, settings_for
 from ..model.controlnet import controls_in
@@ -45,7 +44,7 @@ def warm_up(
             latent_shape(patcher, size, is_extra=index > 0)
     network, conditioning, name = diffusion_model(patcher), (positive, negative), model_name(patcher)
     code, plan = code_of(network), compile_plan(patcher, settings)
-    memory = MemoryPeaks(patcher.load_device, patcher.loaded_size if is_dynamic(patcher) else int)
+    memory = MemoryPeaks(patcher.load_device, patcher.loaded_size if patcher.is_dynamic() else int)
     steps, kinds = STEPS * ranges_of(conditioning), len({block.class_name for block in plan.blocks})
     warmed: list[WarmedSize] = []
     with WarmupProgress(len(sizes), steps, kinds, settings.backend == "inductor", node_id) as progress:

@@ -21,15 +21,11 @@ from contextlib import contextmanager
 import comfy.model_management
 import comfy.ops
 import torch
+from comfy_aimdo import model_vbar
 from torch import nn
 
 from ...torch_settings import SharedScope, attribute
 from ..adapter import PageCalls, host
-
-try:
-    from comfy_aimdo import model_vbar
-except ImportError:
-    model_vbar = None
 
 PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
 

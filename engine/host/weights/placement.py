@@ -18,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
-from ..adapter import host, is_dynamic
+from ..adapter import host
 
 # Models whose pages were allocated in our order, by device.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
@@ -30,11 +30,11 @@ def spread_weights(executor, model, *args, **kwargs):
     if not host().list_of_layers:
         return executor(model, *args, **kwargs)
     base_model, device = model.model, model.load_device
-    if is_dynamic(model) and device not in _paged(base_model):
+    if model.is_dynamic() and device not in _paged(base_model):
         # Pages are allocated once; afterwards the host only moves the line between kept and paged.
         _forget_pages(base_model, device)
         _paged(base_model).add(device)
-    with nullcontext() if is_dynamic(model) or device.type == "cpu" else _buffers_announced(model):
+    with nullcontext() if model.is_dynamic() or device.type == "cpu" else _buffers_announced(model):
         return executor(model, *args, **kwargs)
 
 

@@ -12,7 +12,6 @@ from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import modules_at, plan_for
 from ...user_input import check_model, check_whole
-from ..adapter import is_dynamic
 from .placement import override_methods
 
 KEY = "torch-compile-kit.swap"
@@ -39,7 +38,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     network = patcher.model.diffusion_model
     blocks = list(modules_at(network, plan_for(network)))
     swapped = min(blocks_to_swap, len(blocks))
-    if is_dynamic(patcher):
+    if patcher.is_dynamic():
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of an earlier node
