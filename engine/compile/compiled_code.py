@@ -72,7 +72,8 @@ class BlockCode:
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
         _failed_with: by patches, `options` when calls with them failed.
-        _retries: by patches, how often their failure was reset; for no patches, since a lowering.
+        _retries: by patches, how often their failure was reset; for no patches, since a lowering. Apart from these, how often
+            because a function that had been exchanged was back: it may be exchanged for the length of each call.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: start (`ModelCall.began`) of the last call of the model that traced it.
@@ -152,7 +153,10 @@ class BlockCode:
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_after(error, block, args, kwargs)
         function = self._function
-        if not call.may_trace and function is not None:
+        if self.limit_reached and not self.variants():  # Dynamo was reset
+            self.limit_reached = False
+        may_trace = call.may_trace and not self.limit_reached  # else PyTorch takes milliseconds to refuse, and logs a warning
+        if not may_trace and function is not None:
             compiled = private.run(function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
@@ -178,7 +182,9 @@ class BlockCode:
             session.hold()
             result = compiled(block, *args, **kwargs)
         except Exception as error:
-            lacks_memory = session.has_run and is_out_of_memory(error) and changed.has_copies and not is_of_another(error)
+            lacks_memory = session.has_run and changed.has_copies and is_out_of_memory(error)
+            if is_of_another(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+                lacks_memory = False
             session.release()
             if not lacks_memory:
                 if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
@@ -187,15 +193,16 @@ class BlockCode:
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()
-                    self.ran_uncompiled = call.uncompiled = True
+                    self.ran_uncompiled = True
                     return self.forward(block, *args, **kwargs)
                 if self._excludes_layers(error, block, call.began):
                     return self.forward(block, *args, **kwargs)
                 return self._run_after(error, block, args, kwargs)
         else:
             self._traced.update(traces_for)
-            if not (session.has_run or call.may_trace):
-                self.ran_uncompiled = call.uncompiled = True
+            if not (session.has_run or may_trace):
+                self.ran_uncompiled = True
+                call.uncompiled |= not call.may_trace
                 call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:
@@ -304,9 +311,10 @@ class BlockCode:
         self._traces_in_run.clear()
         for patches, failure in list(self.failures.items()):
             options = self._failed_with.get(patches)
-            may_pass = failure.may_pass or (options is not None and not options.is_current())
-            if may_pass and self._retries[patches] < RETRIES:
-                self._retries[patches] += 1
+            was_exchanged = options is not None and not options.is_current()
+            tries = patches if failure.may_pass else ("a function was exchanged", *patches)
+            if (failure.may_pass or was_exchanged) and self._retries[tries] < RETRIES:
+                self._retries[tries] += 1
                 del self.failures[patches]
 
     def _reach_limit(self) -> None:

@@ -39,7 +39,6 @@ class BlockGroup:
         _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
         _looked: shapes and patches -> start of the last call of the model in which a block has looked for code.
         _served: shapes and patches for which some block has found code in this run.
-        _beyond: shapes and patches -> start of the last call of the model in which a block needed code beyond `cache_limit`.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
@@ -55,7 +54,6 @@ class BlockGroup:
     _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     _looked: dict[tuple, int] = field(default_factory=dict)
     _served: set[tuple] = field(default_factory=set)
-    _beyond: dict[tuple, int] = field(default_factory=dict)
     _outer: object = None
     called_in: int = 0
     _came_in: int = 0
@@ -118,7 +116,6 @@ class BlockGroup:
         self._in_vain.clear()
         self._looked.clear()
         self._served.clear()
-        self._beyond.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
 
@@ -147,7 +144,7 @@ class BlockGroup:
             self.eager.add(reason)
             if reason is Eager.TRACE_TIME:
                 call.uncompiled = call.put_off = True
-            call.uncompiled |= reason in (Eager.NOT_LAST, Eager.LIMIT)
+            call.uncompiled |= reason is Eager.NOT_LAST
             if reason is not Eager.FAILED:
                 return uncompiled(*args, **kwargs)
             self.code.raise_if_stopped(self.failure_now)
@@ -192,19 +189,14 @@ class BlockGroup:
         if not self.code.ran_uncompiled:
             call.ran_code = True
             self._served.add(key)
-        elif self.code.limit_reached:
-            self._beyond[key] = call.began
         elif call.may_trace or call.puts_off:  # else tracing has taken too long, and goes on in the next call
             self._in_vain.setdefault(key, (compiles, call.began))
 
     def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
         """Whether no block of the group has found code for these shapes in an earlier call of the model, nor would now: it then
         runs as without this pack. To look for code, and to run the operators of several graphs, takes longer. The first block
-        of each later call looks for all. Beyond the limit the first that finds none does, since PyTorch takes milliseconds, and
-        logs a warning, to find out that it may make no more."""
+        of each later call looks for all."""
         key = shapes, self.code.patches
-        if self.code.limit_reached:
-            return self._beyond.get(key) == call.began
         compiles, began = self._in_vain.get(key, (0, call.began))
         if began == call.began or key in self._served:  # other blocks may be traced in this call
             return False
