@@ -345,10 +345,10 @@ class ModelGraphs:
         self.model.forget()
         self._pool = None
 
-    def new_run(self) -> None:
-        """Kinds of calls of which each run makes one, as a warmup's sizes, do not take turns."""
-        self._never_replayed.clear()
+    def new_run(self, is_warming: bool) -> None:
         self.model.new_run()
+        if is_warming:  # its sizes do not take turns, though each is called but once after its graph was captured
+            self._never_replayed.clear()
 
     def drop_if_stale(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None

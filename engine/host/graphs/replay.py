@@ -39,7 +39,7 @@ from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
-from ...messages.recompile_log import watch_of
+from ...messages.recompile_log import is_warming, watch_of
 from ...messages.words import ENGLISH, in_words, told
 from ...ownership import (
     OwnForward,
@@ -283,7 +283,7 @@ def _watch(name: str, have_moved: Callable[..., object]) -> None:
 def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
-    graphs.new_run()
+    graphs.new_run(is_warming())
     graphs.is_check_due = code_of(network).runs % RUNS_A_CHECK == 0
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):

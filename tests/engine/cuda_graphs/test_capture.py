@@ -195,15 +195,22 @@ def test_kinds_of_calls_that_take_turns_do_not_push_each_other_out(engine, graph
     assert "take turns" in graphs.failures[0]
 
 
-def test_kinds_of_which_each_run_makes_one_call_do_not_take_turns(engine, graphs):
-    """A warmup of many sizes: two steps each, one in which the call is noted and one in which it is captured."""
+def test_sizes_of_a_warmup_do_not_take_turns_but_those_of_short_prompts_do(engine, graphs):
+    """Two steps each, one in which the call is noted and one in which it is captured."""
     most = engine("cuda_graphs.capture").MAX_GRAPHS
     for size in range(most + 2):
-        graphs.new_run()
+        graphs.new_run(is_warming=True)
         call(graphs, size), call(graphs, size)
-    graphs.new_run()
+    graphs.new_run(is_warming=False)
     call(graphs, 0)
     assert call(graphs, 0) and not graphs.failures
+    captures = []
+    for _ in range(6):
+        for size in range(most + 2):
+            graphs.new_run(is_warming=False)
+            call(graphs, size)
+        captures.append(graphs.captures)
+    assert captures[-1] == captures[-2] and graphs.failures
 
 
 def test_a_model_may_take_items_out_of_its_inputs(graphs):
