@@ -83,7 +83,7 @@ function fill(node, all = false) {
     source.connect(from.slot, node, at);
     filled ||= name !== "latent_image";
   }
-  if (!filled) return;
+  if (!filled && !all) return;
   for (const [name, value] of Object.entries(sampler.widgets)) {
     const widget = widgetOf(node, name);
     if (!widget || value === undefined) continue;

@@ -5,7 +5,7 @@ import { isOpen } from "./graph.js";
 const workflows = new Map(); // of prompts that have not begun, by the prompt's id
 const unanswered = new Set(); // requests to queue a prompt, which may begin before the answer
 const answerListeners = [];
-let workflowNow = Promise.resolve();
+let workflowNow = workflowInQueue((_id, about) => about?.client_id === (api.clientId ?? api.initialClientId)); // of before a reload
 
 const queuePrompt = api.queuePrompt;
 api.queuePrompt = function (_number, data) {
@@ -26,16 +26,16 @@ api.queuePrompt = function (_number, data) {
 // Called with what the server says of a prompt's nodes, when it has answered: nothing, or their errors by id.
 export const onAnswer = (listener) => answerListeners.push(listener);
 
-// Of a prompt that this page did not queue: before it was opened anew, it did.
-async function workflowInQueue(prompt) {
+// Of the running prompt for which something holds, by its id and what was queued with it: this page may have been opened anew since.
+async function workflowInQueue(holds) {
   const answer = await api.fetchApi("/queue").catch(() => undefined);
   const { queue_running: run } = answer?.ok ? await answer.json() : {};
-  return run?.find(([, id]) => id === prompt)?.[3]?.extra_pnginfo?.workflow?.id;
+  return run?.find(([, id, , about]) => holds(id, about))?.[3]?.extra_pnginfo?.workflow?.id;
 }
 
 async function workflowOf(prompt) {
   if (!workflows.has(prompt)) await Promise.all(unanswered);
-  const workflow = workflows.get(prompt) ?? (await workflowInQueue(prompt));
+  const workflow = workflows.get(prompt) ?? (await workflowInQueue((id) => id === prompt));
   workflows.delete(prompt);
   return workflow;
 }

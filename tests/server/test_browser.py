@@ -279,7 +279,8 @@ def test_a_late_answer_to_a_prompt_takes_no_progress_away(page, prompt):
         }"""
     )
     page.run()
-    page.js("() => { clearInterval(kit.timer); kit.onProgress = () => {}; }")
+    page.until_shown("Warmup", "^Ready")
+    page.js("() => { clearInterval(kit.timer); kit.onProgress = () => {}; kit.shown.push(kit.text('Warmup')); }")
     shown = page.js("() => kit.shown")
     assert "(1 of 1): " in shown[0] and shown[-1].startswith("Ready") and "Running." not in shown, shown
 
