@@ -112,6 +112,9 @@ CALLERS = {
     "comfy.sampler_helpers.prepare_sampling": replaced("model", "noise_shape", "conds"),
 }
 
+# Attributes of patchers under dynamic VRAM alone.
+DYNAMIC = {"get_non_dynamic_delegate", "non_dynamic_delegate_model"}
+
 # Attributes that begin with `_` and are not the pack's own: the class or module that has them, or in whose code they stand.
 FOREIGN = {
     "torch.Tensor": "_base _is_view",

@@ -108,8 +108,8 @@ def test_name_that_is_put_together(name):
 
 @pytest.mark.parametrize("name", PATCHER)
 def test_attribute_of_patchers(name):
-    """The host's class has it, or gives it to `self`."""
-    found, without_self = attribute_of(scan.PATCHER, name)
+    """The host's class has it, or gives it to `self`; that of patchers under dynamic VRAM, if it is asked of these alone."""
+    found, without_self = attribute_of(f"{scan.PATCHER}Dynamic" if name in names.DYNAMIC else scan.PATCHER, name)
     check(found, names.READ, calls_of(f"{scan.PATCHER}.{name}", names.READ), without_self)
 
 

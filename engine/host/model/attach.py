@@ -77,7 +77,7 @@ def _uncompiled(patcher, why: list, node: str | None):
     clone.set_attachments(KEY, why)
     line = Line(node)
     line.put("pytorch", why)
-    set_callbacks(clone, KEY, {CallbacksMP.ON_PRE_RUN: lambda _patcher: line.new_run()})
+    set_callbacks(clone, f"{KEY}.line", {CallbacksMP.ON_PRE_RUN: lambda _patcher: line.new_run()})
     logger.warning("%s is %s", model_name(patcher), in_words(why, ENGLISH))
     return clone
 

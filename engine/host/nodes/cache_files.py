@@ -69,6 +69,9 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             logger.info("%s", _settings_to_save(patcher))
         return None, settings
     network = diffusion_model(patcher)
+    delegate = getattr(patcher, "non_dynamic_delegate_model", None)
+    if delegate is not None and not code_of(network).groups:  # prompts with LoRA hooks run it, see `sampled_patcher`
+        network = delegate[0].diffusion_model
     groups = code_of(network).groups_of(settings)
     if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(

@@ -38,10 +38,10 @@ def warm_up(
     settings = settings_for(patcher, say("nothingToWarm"))
     if isinstance(settings, str):
         return settings
-    patcher = sampled_patcher(patcher, positive, negative)
     for index, size in enumerate(sizes):  # before the first run, so that a wrong size costs no waiting
         if index or latent is None:
             latent_shape(patcher, size, is_extra=index > 0)
+    patcher = sampled_patcher(patcher, positive, negative)
     network, conditioning, name = diffusion_model(patcher), (positive, negative), model_name(patcher)
     code, plan = code_of(network), compile_plan(patcher, settings)
     memory = MemoryPeaks(patcher.load_device, patcher.loaded_size if patcher.is_dynamic() else int)
