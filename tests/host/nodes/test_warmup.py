@@ -65,13 +65,19 @@ def dynamic(monkeypatch, tiny):
         other, kind = tiny.build_patcher(runs.name), comfy.model_patcher.ModelPatcher
         dynamic = runs.patcher.model
         monkeypatch.setattr(kind, "is_dynamic", lambda patcher: patcher.model is dynamic)
-        instead = lambda patcher: patcher.clone(model_override=other.get_clone_model_override())  # noqa: E731
+
+        def instead(patcher):
+            patcher.non_dynamic_delegate_model = other.get_clone_model_override()
+            return patcher.clone(model_override=patcher.non_dynamic_delegate_model)
+
         monkeypatch.setattr(kind, "get_non_dynamic_delegate", instead, raising=False)
 
     return make
 
 
-def test_prompts_with_lora_hooks_are_warmed_and_measured_on_the_model_that_is_sampled(warming, dynamic, engine):
+def test_prompts_with_lora_hooks_are_warmed_measured_and_saved_with_the_model_that_is_sampled(
+    warming, dynamic, engine, monkeypatch
+):
     runs = warming()
     dynamic(runs)
     positive, size = scheduled_lora(runs), engine("host.nodes.warmup_plan").Size(64, 64)
@@ -79,6 +85,13 @@ def test_prompts_with_lora_hooks_are_warmed_and_measured_on_the_model_that_is_sa
     assert "1 graph compiled" in report, report
     measured = engine("host.nodes.benchmark").benchmark(runs.compiled, positive, runs.negative, size, 1.0, 2)
     assert "Nothing was compiled" not in measured.table()
+    files, saved = engine("host.nodes.cache_files"), []
+    settings = engine("host.model.attach").settings_for(runs.compiled, "")
+    monkeypatch.setattr(files, "_settings_to_save", lambda _patcher: settings)
+    monkeypatch.setattr(files, "_write", lambda _name, models, _infos: saved.extend(models))
+    files.save_cache(runs.compiled, "mine")
+    ((_title, _network, groups),) = saved
+    assert sum(group.stats.graphs for group in groups) == 1
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
