@@ -46,7 +46,12 @@ NEWEST = {
     "host/model/test_training": ("test_without_checkpointing_too",),
     "host/nodes/test_cache_files": ("test_the_second_process_reads_every_graph_from_disk",),
     "host/nodes/test_warmup": ("test_a_warm_size_takes_two_steps_and_compiles_nothing",),
+    "host/weights/test_packed": (
+        "test_unpacking_is_part_of_the_graph_one_for_each_kind",
+        "test_a_lora_that_such_a_tensor_carries",
+    ),
     "host/weights/test_quantized": ("test_no_breaks_and_the_hosts_result",),
+    "host/weights/test_unpacking": ("test_a_forks_get_weight_that_calls_its_parents_is_called_with_it",),
     "engine/compile/test_group": ("test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own",),
     "engine/inductor/test_backend": ("test_the_hosts_kernels_as_code",),
     "engine/inductor/test_dynamic_sizes": ("test_whether_a_number_is_among_numbers_that_vary",),

@@ -139,8 +139,9 @@ def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtyp
 
 
 def _dequantize_tensor_of(layer: Any) -> Any:
-    """The pack's `dequantize_tensor`, which the layer's `get_weight` calls; None for other layers."""
-    return getattr(getattr(type(layer), "get_weight", None), "__globals__", {}).get("dequantize_tensor")
+    """The pack's `dequantize_tensor`, which the layer's `get_weight` calls, or one of a base class; None for other layers."""
+    methods = (getattr(vars(base).get("get_weight"), "__globals__", {}) for base in type(layer).__mro__)
+    return next((names["dequantize_tensor"] for names in methods if "dequantize_tensor" in names), None)
 
 
 def has_known_unpacking(layer: Any) -> bool:
