@@ -51,7 +51,10 @@ NEWEST = {
         "test_a_lora_that_such_a_tensor_carries",
     ),
     "host/weights/test_quantized": ("test_no_breaks_and_the_hosts_result",),
-    "host/weights/test_unpacking": ("test_a_forks_get_weight_that_calls_its_parents_is_called_with_it",),
+    "host/weights/test_unpacking": (
+        "test_a_forks_forward_is_called_and_each_way_of_packing_is_told_apart",
+        "test_a_forks_get_weight_that_calls_its_parents_is_called_with_it",
+    ),
     "engine/compile/test_group": ("test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own",),
     "engine/inductor/test_backend": ("test_the_hosts_kernels_as_code",),
     "engine/inductor/test_dynamic_sizes": ("test_whether_a_number_is_among_numbers_that_vary",),

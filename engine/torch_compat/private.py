@@ -25,6 +25,8 @@ TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
+# Since 2.13 a guard on an attribute of a tensor is missing if another tensor of the layer has that attribute, too.
+GUARDS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 # Attributes that `mark_static` sets on a tensor (torch/_dynamo/decorators.py): the dimensions, and from 2.13 on, a flag.
 STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 # Modules that PyTorch 2.11 imports in the middle of the first traces, in part to find the file that registers an operator among

@@ -26,6 +26,7 @@ from ...log import logger
 from ...ownership import exchanged
 from ...per_model import PerModel
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ...torch_settings import SharedScope, attribute
 from ..adapter import host
 from .dynamic_vram import parameter
@@ -44,10 +45,16 @@ def is_packed(module: nn.Module) -> bool:
 
 def can_be_traced(module: nn.Module) -> bool:
     """Whether PyTorch can look into the layer's unpacking."""
-    if type(module) in untraceable:
+    foreign = [p for p in module._parameters.values() if p is not None and not is_known(p)]
+    is_guarded = len(foreign) < 2 or private.GUARDS_ATTRIBUTES or _is_hosts(module) or has_known_unpacking(module)
+    if type(module) in untraceable or not is_guarded:
         return False
-    classes = {type(p) for p in module._parameters.values() if p is not None and not is_known(p)}
+    classes = set(map(type, foreign))
     return all(getattr_static(cls, name) is getattr_static(torch.Tensor, name) for cls in classes for name in _DISPATCH)
+
+
+def _is_hosts(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("comfy.")
 
 
 def _exclude_packed_layers(block: nn.Module) -> bool:
@@ -80,7 +87,7 @@ class PackedWeights:
         for weight in self.unpacked.values():
             weight.settings = settings
         elsewhere = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
-        self.plain = {m for m in modules if type(m).__module__.startswith("comfy.")}
+        self.plain = {*filter(_is_hosts, modules)}
         self._modules = {**self.unpacked, **dict.fromkeys((*elsewhere, *self.plain))}
         self.move = bool(elsewhere)
 

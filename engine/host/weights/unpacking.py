@@ -138,10 +138,16 @@ def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtyp
     return _Packing(whole.__globals__, kind, inner, dtype), code
 
 
+def _class_of_pack(layer: Any) -> type | None:
+    """The class of a layer, or a base of it, whose `get_weight` calls the pack's `dequantize_tensor`."""
+    names = ((base, getattr(vars(base).get("get_weight"), "__globals__", {})) for base in type(layer).__mro__)
+    return next((base for base, found in names if "dequantize_tensor" in found), None)
+
+
 def _dequantize_tensor_of(layer: Any) -> Any:
-    """The pack's `dequantize_tensor`, which the layer's `get_weight` calls, or one of a base class; None for other layers."""
-    methods = (getattr(vars(base).get("get_weight"), "__globals__", {}) for base in type(layer).__mro__)
-    return next((names["dequantize_tensor"] for names in methods if "dequantize_tensor" in names), None)
+    """The pack's `dequantize_tensor`, which the layer's `get_weight` calls; None for other layers."""
+    base: Any = _class_of_pack(layer)
+    return None if base is None else base.get_weight.__globals__["dequantize_tensor"]
 
 
 def has_known_unpacking(layer: Any) -> bool:
@@ -154,4 +160,5 @@ def has_known_unpacking(layer: Any) -> bool:
     ):
         return False
     weight, bias = (getattr(p, "tensor_type", None) in names["dequantize_functions"] for p in (layer.weight, layer.bias))
-    return weight and not bias and hasattr(type(layer), "forward_comfy_cast_weights")
+    forward = getattr(_class_of_pack(layer), "forward_comfy_cast_weights", None)
+    return weight and not bias and forward is not None and type(layer).forward_comfy_cast_weights is forward

@@ -172,6 +172,23 @@ def test_a_fork_that_unpacks_in_another_way_is_believed(flux, engine, monkeypatc
     assert "in a way of its own" in caplog.text
 
 
+def test_a_forks_forward_is_called_and_each_way_of_packing_is_told_apart(flux, engine):
+    """Not by the guards of PyTorch 2.13 and newer, as weight and bias both have a kind: there the layers run uncompiled."""
+
+    class Fork(GGMLLinear):
+        def forward_comfy_cast_weights(self, input):
+            return super().forward_comfy_cast_weights(input) * 1.5
+
+    plain = flux.run(flux.patcher)
+    for block in flux.patcher.model.diffusion_model.single_blocks:
+        block.linear1.__class__ = Fork
+    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher)
+    assert relative_error(plain, expected) > 1e-3
+    for _ in range(2):
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+    assert not flux.failures
+
+
 def test_a_forks_get_weight_that_calls_its_parents_is_called_with_it(flux, engine):
     class Fork(GGMLLinear):
         def get_weight(self, tensor, dtype):
