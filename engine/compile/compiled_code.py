@@ -67,7 +67,8 @@ class BlockCode:
         limit_reached: calls with new shapes run eager.
         patches: names of the patches inside the block in the current call; `options`: tells what its code named then.
         breaks_alone: graph breaks of calls without patches.
-        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
+        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code; `is_beyond`: as the limit allows
+            no more.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
@@ -99,6 +100,7 @@ class BlockCode:
     options: OptionsFilter | None = None
     breaks_alone: int = 0
     ran_uncompiled: bool = False
+    is_beyond: bool = False
     entries: set[str] = field(default_factory=set)
     _failed_with: dict[tuple[str, ...], OptionsFilter | None] = field(default_factory=dict)
     _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -142,7 +144,7 @@ class BlockCode:
 
     def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """Call the block's graphs, and count what that traces."""
-        self.ran_uncompiled = False
+        self.ran_uncompiled = self.is_beyond = False
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at > call.began:  # excluded layers are left out from the model's next call on
@@ -153,10 +155,7 @@ class BlockCode:
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_after(error, block, args, kwargs)
         function = self._function
-        if self.limit_reached and not self.variants():  # Dynamo was reset
-            self.limit_reached = False
-        may_trace = call.may_trace and not self.limit_reached  # else PyTorch takes milliseconds to refuse, and logs a warning
-        if not may_trace and function is not None:
+        if not call.may_trace and function is not None:
             compiled = private.run(function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
@@ -193,16 +192,15 @@ class BlockCode:
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()
-                    self.ran_uncompiled = True
+                    self.ran_uncompiled = self.is_beyond = True
                     return self.forward(block, *args, **kwargs)
                 if self._excludes_layers(error, block, call.began):
                     return self.forward(block, *args, **kwargs)
                 return self._run_after(error, block, args, kwargs)
         else:
             self._traced.update(traces_for)
-            if not (session.has_run or may_trace):
-                self.ran_uncompiled = True
-                call.uncompiled |= not call.may_trace
+            if not (session.has_run or call.may_trace):
+                self.ran_uncompiled = call.uncompiled = True
                 call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:

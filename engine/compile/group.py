@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class BlockGroup:
         _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
         _looked: shapes and patches -> start of the last call of the model in which a block has looked for code.
         _served: shapes and patches for which some block has found code in this run.
+        _beyond: shapes and patches -> blocks that in this run needed code beyond `cache_limit`. They do not ask again: PyTorch
+            takes milliseconds to refuse, and logs a warning. Others of the group may have code.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
@@ -54,6 +57,7 @@ class BlockGroup:
     _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     _looked: dict[tuple, int] = field(default_factory=dict)
     _served: set[tuple] = field(default_factory=set)
+    _beyond: dict[tuple, weakref.WeakSet[nn.Module]] = field(default_factory=dict)
     _outer: object = None
     called_in: int = 0
     _came_in: int = 0
@@ -116,6 +120,7 @@ class BlockGroup:
         self._in_vain.clear()
         self._looked.clear()
         self._served.clear()
+        self._beyond.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
 
@@ -150,6 +155,9 @@ class BlockGroup:
             self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return uncompiled(*args, **kwargs)
+        if block in self._beyond.get((shapes, self.code.patches), ()):
+            self.eager.add(Eager.LIMIT)
+            return uncompiled(*args, **kwargs)
         if self._is_in_vain(call, shapes):
             call.uncompiled = True
             call.put_off |= not (call.may_trace or self.code.is_being_lowered or self.code.limit_reached)
@@ -169,7 +177,7 @@ class BlockGroup:
             if all_options and state.options.is_whole and self.code.traces != traces:
                 self.code.count_traces(shapes)
         if self.code.traces == traces:
-            self._note_found((shapes, self.code.patches), call, compiles)
+            self._note_found(block, (shapes, self.code.patches), call, compiles)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return function_mode.in_channels_last(result)
@@ -184,11 +192,13 @@ class BlockGroup:
                 self._said.add(message)
                 logger.warning("%s", message)
 
-    def _note_found(self, key: tuple, call: ModelCall, compiles: int) -> None:
+    def _note_found(self, block: nn.Module, key: tuple, call: ModelCall, compiles: int) -> None:
         """Note whether a block that was not traced has found code. `compiles`: of the code before."""
         if not self.code.ran_uncompiled:
             call.ran_code = True
             self._served.add(key)
+        elif self.code.is_beyond:
+            self._beyond.setdefault(key, weakref.WeakSet()).add(block)
         elif call.may_trace or call.puts_off:  # else tracing has taken too long, and goes on in the next call
             self._in_vain.setdefault(key, (compiles, call.began))
 
@@ -220,8 +230,7 @@ class BlockGroup:
             watching.renew()
             signature = self.code.version, *shapes
             result = self.code.call(block, call, args, kwargs)
-            found_none = self.code.limit_reached and self.code.ran_uncompiled
-            if self.failure_now is None and self.code.has_code and not (call.put_off or found_none):
+            if self.failure_now is None and self.code.has_code and not (call.put_off or self.code.is_beyond):
                 self._seen.add(signature)
         return result
 

@@ -243,7 +243,7 @@ class TracedGraph:
     def _run_unlowered(self, args: tuple) -> Any:
         owner: Any = self._owner()
         call, job = monitor.calls[-1].call, self._job
-        if owner.failure is not None:
+        if owner is None or owner.failure is not None:
             return self._run_traced(*args)
         if self._is_refused:
             return self._trace_anew(args)
@@ -263,6 +263,7 @@ class TracedGraph:
         if self._code is not None or self._is_refused:
             return self(*args)
         if job.over and call.synchronous and job.error is not None:
+            monitor.calls[-1].has_run = False
             error, job.error = job.error, None  # its traceback gets the frames of this thread, and their tensors
             try:
                 raise error
