@@ -5,7 +5,8 @@ import { isOpen } from "./graph.js";
 const workflows = new Map(); // of prompts that have not begun, by the prompt's id
 const unanswered = new Set(); // requests to queue a prompt, which may begin before the answer
 const answerListeners = [];
-let workflowNow = workflowInQueue((_id, about) => about?.client_id === (api.clientId ?? api.initialClientId)); // of before a reload
+const isMine = (_id, about) => about?.client_id === (api.clientId ?? api.initialClientId);
+let workflowNow = workflowInQueue(isMine); // of before a reload
 
 const queuePrompt = api.queuePrompt;
 api.queuePrompt = function (_number, data) {
@@ -28,9 +29,12 @@ export const onAnswer = (listener) => answerListeners.push(listener);
 
 // Of the running prompt for which something holds, by its id and what was queued with it: this page may have been opened anew since.
 async function workflowInQueue(holds) {
-  const answer = await api.fetchApi("/queue").catch(() => undefined);
-  const { queue_running: run } = answer?.ok ? await answer.json() : {};
-  return run?.find(([, id, , about]) => holds(id, about))?.[3]?.extra_pnginfo?.workflow?.id;
+  try {
+    const { queue_running: run } = await (await api.fetchApi("/queue")).json();
+    return run.find(([, id, , about]) => holds(id, about))?.[3]?.extra_pnginfo?.workflow?.id;
+  } catch {
+    return undefined; // an older server, or none
+  }
 }
 
 async function workflowOf(prompt) {
@@ -40,6 +44,7 @@ async function workflowOf(prompt) {
   return workflow;
 }
 
+api.addEventListener("reconnected", () => { workflowNow = workflowInQueue(isMine); });
 api.addEventListener("execution_start", ({ detail }) => { workflowNow = workflowOf(detail.prompt_id); });
 
 // Its id; none where nobody knows.

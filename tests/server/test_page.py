@@ -220,8 +220,19 @@ def test_a_server_that_is_gone_in_the_middle_of_a_node_leaves_no_text():
         send("executing", "3"); // it was the connection alone
         await settled();
         said.push(text(node));
+        const next = [1, "next", {}, { extra_pnginfo: { workflow: { id: "another" } } }];
+        api.fetchApi = async () => ({ json: async () => ({ queue_running: [next] }) });
+        send("reconnected"); // meanwhile the next prompt, of another workflow, has begun
+        send("executing", "3");
+        await settled();
+        said.push(text(node));
+        api.fetchApi = async () => ({ json: async () => { throw new SyntaxError("a login page"); } });
+        send("reconnected");
+        send("executing", "3");
+        await settled();
+        said.push(text(node));
     """
-    assert play("node_report.js", scene) == ["compiling, 34 s", EMPTY, "Running."]
+    assert play("node_report.js", scene) == ["compiling, 34 s", EMPTY, "Running.", EMPTY, "Running."]
 
 
 def test_a_page_that_is_opened_anew_learns_what_runs_before_its_extensions_are_set_up():
