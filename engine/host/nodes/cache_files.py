@@ -70,9 +70,10 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         return None, settings
     network = diffusion_model(patcher)
     delegate = getattr(patcher, "non_dynamic_delegate_model", None)
-    if delegate is not None and not code_of(network).groups:  # prompts with LoRA hooks run it, see `sampled_patcher`
-        network = delegate[0].diffusion_model
     groups = code_of(network).groups_of(settings)
+    if delegate is not None and not any(group.stats.graphs for group in groups):
+        network = delegate[0].diffusion_model  # prompts with LoRA hooks run it, see `sampled_patcher`
+        groups = code_of(network).groups_of(settings)
     if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(
             "model",
