@@ -160,5 +160,5 @@ def has_known_unpacking(layer: Any) -> bool:
     ):
         return False
     weight, bias = (getattr(p, "tensor_type", None) in names["dequantize_functions"] for p in (layer.weight, layer.bias))
-    forward = getattr(_class_of_pack(layer), "forward_comfy_cast_weights", None)
-    return weight and not bias and forward is not None and type(layer).forward_comfy_cast_weights is forward
+    forward = getattr(type(layer), "forward_comfy_cast_weights", None)  # a fork's does more
+    return weight and not bias and getattr(forward, "__module__", None) == getattr(_class_of_pack(layer), "__module__", "")
