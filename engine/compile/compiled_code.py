@@ -142,8 +142,8 @@ class BlockCode:
     def has_code(self) -> bool:
         return self._compiled is not None
 
-    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Call the block's graphs, and count what that traces."""
+    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, asks: bool = True) -> object:
+        """Call the block's graphs, and count what that traces; nothing is traced unless it `asks` for that."""
         self.ran_uncompiled = self.is_beyond = False
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
@@ -155,7 +155,8 @@ class BlockCode:
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_after(error, block, args, kwargs)
         function = self._function
-        if not call.may_trace and function is not None:
+        may_trace = asks and call.may_trace
+        if not may_trace and function is not None:
             compiled = private.run(function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
@@ -199,8 +200,9 @@ class BlockCode:
                 return self._run_after(error, block, args, kwargs)
         else:
             self._traced.update(traces_for)
-            if not (session.has_run or call.may_trace):
-                self.ran_uncompiled = call.uncompiled = True
+            if not (session.has_run or may_trace):
+                self.ran_uncompiled, self.is_beyond = True, not asks
+                call.uncompiled |= asks
                 call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:

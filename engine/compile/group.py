@@ -40,8 +40,8 @@ class BlockGroup:
         _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
         _looked: shapes and patches -> start of the last call of the model in which a block has looked for code.
         _served: shapes and patches for which some block has found code in this run.
-        _beyond: shapes and patches -> blocks that in this run needed code beyond `cache_limit`. They do not ask again: PyTorch
-            takes milliseconds to refuse, and logs a warning. Others of the group may have code.
+        _beyond: shapes and patches -> blocks that in this run needed code beyond `cache_limit`. They run what there is, and
+            do not ask again: PyTorch takes milliseconds to refuse, and logs a warning.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
@@ -155,9 +155,6 @@ class BlockGroup:
             self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return uncompiled(*args, **kwargs)
-        if block in self._beyond.get((shapes, self.code.patches), ()):
-            self.eager.add(Eager.LIMIT)
-            return uncompiled(*args, **kwargs)
         if self._is_in_vain(call, shapes):
             call.uncompiled = True
             call.put_off |= not (call.may_trace or self.code.is_being_lowered or self.code.limit_reached)
@@ -170,7 +167,8 @@ class BlockGroup:
         outside = forwards_outside(state.outside if not self.settings.fullgraph else ())
         try:
             with function_mode.paused(), sharing_classes(state.shared), outside:
-                result = self._run(block, call, with_options, kwargs, shapes)
+                asks = block not in self._beyond.get((shapes, self.code.patches), ())
+                result = self._run(block, call, with_options, kwargs, shapes, asks)
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
@@ -223,14 +221,15 @@ class BlockGroup:
         """Whether the current code has run with inputs of these shapes."""
         return (self.code.version, *shapes) in self._seen
 
-    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> object:
+    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple, asks: bool) -> object:
         if self.has_run(shapes):
-            return self.code.call(block, call, args, kwargs)
+            return self.code.call(block, call, args, kwargs, asks)
         with call.holding(first_call_lock):
             watching.renew()
             signature = self.code.version, *shapes
-            result = self.code.call(block, call, args, kwargs)
-            if self.failure_now is None and self.code.has_code and not (call.put_off or self.code.is_beyond):
+            result = self.code.call(block, call, args, kwargs, asks)
+            found_none = self.code.limit_reached and self.code.ran_uncompiled
+            if self.failure_now is None and self.code.has_code and not (call.put_off or found_none):
                 self._seen.add(signature)
         return result
 

@@ -46,8 +46,8 @@ def is_packed(module: nn.Module) -> bool:
 def can_be_traced(module: nn.Module) -> bool:
     """Whether PyTorch can look into the layer's unpacking."""
     foreign = [p for p in module._parameters.values() if p is not None and not is_known(p)]
-    is_guarded = len(foreign) < 2 or private.GUARDS_ATTRIBUTES or _is_hosts(module) or has_known_unpacking(module)
-    if type(module) in untraceable or not is_guarded:
+    is_told_apart = len(foreign) < 2 or all(p.is_floating_point() for p in foreign) or private.GUARDS_ATTRIBUTES
+    if type(module) in untraceable or not (is_told_apart or _is_hosts(module) or has_known_unpacking(module)):
         return False
     classes = set(map(type, foreign))
     return all(getattr_static(cls, name) is getattr_static(torch.Tensor, name) for cls in classes for name in _DISPATCH)
