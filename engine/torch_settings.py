@@ -81,8 +81,8 @@ class SharedScope:
         """A context with the values from before, unless other threads use the scope; `exit` restores what code sets inside. Who
         enters the scope inside is its first user, and the last one out."""
         with _lock:
-            scope, own = self._scope(), self._own.users
-            is_only_user = bool(own) and self._users.get(scope) == own
+            scope, users = self._scope(), self._own.users
+            is_only_user = bool(users) and self._users.get(scope) == users
             saved = self._saved.pop(scope) if is_only_user else {}
             now = {name: self._switches[name][0]() for name in saved}
             for name, value in saved.items():
@@ -98,7 +98,7 @@ class SharedScope:
                     others = self._users.get(scope, 0)  # threads that have set values meanwhile
                     inside = {name: self._switches[name][0]() for name in saved} if not others else {}
                     self._saved[scope] = {**saved, **inside, **self._saved.get(scope, {})}
-                    self._users[scope], self._own.users = others + own, own
+                    self._users[scope], self._own.users = others + users, users
                 for name, value in now.items():
                     self._switches[name][1](value)
 

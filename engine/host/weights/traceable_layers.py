@@ -7,7 +7,8 @@ dtype and device hold the same values, so they are read instead while blocks run
 Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. In Linear layers of
 ComfyUI-GGUF an operator unpacks them (unpacking.py). In other layers the unpacking is traced if the class only adds attributes
 and methods to PyTorch's tensor: it becomes a kernel of the graph, with a guard on the kind of packing. A layer runs eager
-if its weight's class changes how operations run (`_DISPATCH`), or if its unpacking turned out not to compile.
+if its weight's class changes how operations run (`_DISPATCH`), if PyTorch would set no such guard
+(`private.GUARDS_ATTRIBUTES`), or if its unpacking turned out not to compile.
 
 Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
 """
