@@ -1,6 +1,6 @@
 """Pack ComfyUI and what it requires into one archive, for a machine with a GPU and PyTorch but without a package registry.
 
-python -m devtools.kit FILE.tar.xz     # 55 MB; there:
+python -m devtools.kit FILE.tar.xz     # 54 MB; there:
 mkdir /tmp/kit && tar xJf FILE.tar.xz -C /tmp/kit
 export COMFYUI_PATH=/tmp/kit/comfyui PYTHONPATH=/tmp/kit/site PYTHONPYCACHEPREFIX=/tmp/pyc
 python3 -m pytest --confcutdir=tests -m gpu tests/test_gpu_sessions.py
@@ -39,10 +39,12 @@ def pack(archive: Path, version: str, python: str) -> None:
         subprocess.run([*command, f"--python-version={python}", *tags, *pinned, *WHEELS], check=True)
         for wheel in wheels.iterdir():
             zipfile.ZipFile(wheel).extractall(site)
+        for amd in site.glob("comfy_kitchen/backends/hip/*.so"):
+            amd.unlink()
         shutil.copytree(comfyui, Path(folder, "comfyui"))
         for vocabulary in Path(folder, "comfyui", "comfy", "text_encoders").glob("*_tokenizer"):
             shutil.rmtree(vocabulary)  # no prompt of ours has a text encoder
-        with tarfile.open(archive, "w:xz") as packed:
+        with tarfile.open(archive, "w:xz", preset=9) as packed:
             for part in ("site", "comfyui"):
                 packed.add(Path(folder, part), part)
 
