@@ -107,7 +107,8 @@ def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, opt
     if name not in LOWERERS:
         raise LowerInline("only graphs for inductor go to the compile process")
     compile_process.check()
-    _ = private.AOTCompiledArtifact  # before PyTorch 2.10 there is none, and the process would lower the graph in vain
+    if name == "inductor":
+        _ = private.AOTCompiledArtifact  # before PyTorch 2.10 there is none, and the process would lower the graph in vain
     if _has_varying_numbers(graph, inputs):
         raise LowerInline("a number in it varies")
     fakes = fakes_of(graph, inputs)
