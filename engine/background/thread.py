@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..failures.describe import never_swallowed
+from ..failures.describe import lacks_memory
 from ..log import logger
 from ..threads import in_one_piece, started
 
@@ -164,12 +164,10 @@ class Compiler:
                 with torch.cuda.stream(_stream(job.device)) if job.device.type == "cuda" else nullcontext():
                     job.action()
         except Exception as error:
-            no_memory = never_swallowed(error)
+            no_memory = lacks_memory(error)
             job.attempts += no_memory
             retries = isinstance(error, Postponed) or (no_memory and not job.awaited and job.attempts < ATTEMPTS)
-            if no_memory and job.awaited:
-                job.error = error
-            elif not retries:
+            if not retries:
                 with _logged("a failure could not be reported"):
                     job.on_error(error)
         except BaseException as error:  # raised on the thread that waits; this thread must go on for others

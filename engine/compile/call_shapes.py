@@ -1,7 +1,7 @@
 """Tell the shapes and memory layouts of a block's arguments, on which its graphs depend, and restore what a call changed."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -80,16 +80,18 @@ class Changed:
         """Copy all tensors when called the first time. If memory is too short for that, nothing can be put back."""
         if self._is_kept:
             return
-        self._is_kept = True
-        try:
+        self._is_kept, self._kept = True, None
+        with suppress(torch.OutOfMemoryError):
             tensors = {id(t): t for t in tensors_in(*self._call)}
             self._kept = [(t, memory_of(t).clone()) for t in tensors.values()]
-        except torch.OutOfMemoryError:
-            self._kept = None
 
     @property
     def has_copies(self) -> bool:
         return bool(self._kept)
+
+    @property
+    def can_be_put_back(self) -> bool:
+        return self._kept is not None
 
     def put_back(self) -> bool:
         """Restore the tensors; whether that was possible."""
@@ -97,7 +99,7 @@ class Changed:
             memory = memory_of(tensor)
             if not torch.equal(memory, copy):
                 memory.copy_(copy)
-        return self._kept is not None
+        return self.can_be_put_back
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

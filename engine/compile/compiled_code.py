@@ -73,7 +73,7 @@ class BlockCode:
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
         _failed_with: by patches, `options` when calls with them failed.
-        _retries: by patches, how often their failure was reset; for no patches, since a lowering. Apart from these, how often
+        _retries: by patches, how often their failure was reset since code ran with them. Apart from these, how often
             because a function that had been exchanged was back: it may be exchanged for the length of each call.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
@@ -130,7 +130,6 @@ class BlockCode:
         if not from_disk:
             self.lowering = max(self.lowering, seconds)
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
-        self._retries.pop((), None)
         self.compiles += 1
 
     @property
@@ -148,12 +147,12 @@ class BlockCode:
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at > call.began:  # excluded layers are left out from the model's next call on
-                call.uncompiled = True
+                self.ran_uncompiled = call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
             try:
                 compiled = self._compiled = self._compile()
             except Exception as error:  # PyTorch's, before it has looked at the block
-                return self._run_after(error, block, args, kwargs)
+                return self._run_plain(block, args, kwargs, self._failure_of(error))
         function = self._function
         may_trace = asks and call.may_trace
         if not may_trace and function is not None:
@@ -178,28 +177,37 @@ class BlockCode:
             limits = {"recompile_limit": limit, "accumulated_recompile_limit": 4 * limit, "fail_on_recompile_limit_hit": True}
             compile_scope.enter(**CALL_SWITCHES, **limits)
         monitor.calls.append(session)
+        failure = None
         try:
             session.hold()
             result = compiled(block, *args, **kwargs)
         except Exception as error:
-            lacks_memory = session.has_run and changed.has_copies and is_out_of_memory(error)
+            is_compilers = isinstance(error, private.BackendCompilerFailed)
+            lacks_memory = session.has_run and changed.has_copies and is_out_of_memory(error) and not is_compilers
             if is_of_another(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
                 lacks_memory = False
             session.release()
-            if not lacks_memory:
-                if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
+            if lacks_memory:
+                self.ran_uncompiled = call.uncompiled = True
+            else:
+                # The host counts no error of the compiler's as out of memory, and the image needs none of its memory.
+                for_host = never_swallowed(error) and not is_compilers
+                if is_of_another(error) or (not is_limit_hit(error) and (not session.started or for_host)):
                     raise
-                if isinstance(error, BlockCompileError) or not changed.put_back():
+                if isinstance(error, BlockCompileError) or not changed.can_be_put_back:
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()
                     self.ran_uncompiled = self.is_beyond = True
-                    return self.forward(block, *args, **kwargs)
-                if self._excludes_layers(error, block, call.began):
-                    return self.forward(block, *args, **kwargs)
-                return self._run_after(error, block, args, kwargs)
+                elif self._excludes_layers(error, block, call.began):
+                    self.discard()
+                    self.ran_uncompiled = call.uncompiled = True
+                else:
+                    failure = self._failure_of(error)
         else:
             self._traced.update(traces_for)
+            if self._retries and session.has_run and not self.ran_uncompiled:
+                self._retries.pop(self.patches, None)
             if not (session.has_run or may_trace):
                 self.ran_uncompiled, self.is_beyond = True, not asks
                 call.uncompiled |= asks
@@ -218,11 +226,10 @@ class BlockCode:
                 added = session.stats()
                 self.stats.add(added)
                 self.breaks_alone += 0 if self.patches else added.graph_breaks
-        # The copies may have filled the memory; here the error is gone, which held what the graphs had allocated.
+        # The copies may have filled the memory; here the error is gone, which held what graphs and compiler had allocated.
         changed.put_back()
         del changed, session
-        self.ran_uncompiled = call.uncompiled = True
-        return self.forward(block, *args, **kwargs)
+        return self._run_plain(block, args, kwargs, failure)
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()
@@ -286,16 +293,21 @@ class BlockCode:
         if failure is not None and self.settings.on_failure == "stop":
             raise BlockCompileError(failure.message())
 
-    def _run_after(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Run the call in which compiling has failed with `error`, and give up."""
+    def _failure_of(self, error: Exception) -> Failure:
+        """What an error of the compiler's says. Raises that if the user has set `on_failure` to stop."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
             self._fails(self.patches, failure)
             raise BlockCompileError(failure.message()) from error
+        return failure
+
+    def _run_plain(self, block: nn.Module, args: tuple, kwargs: dict, failure: Failure | None) -> object:
+        """Run the call in which compiling has failed, and give up."""
         # If the error is the model's own, this raises it again, and the user sees it as without this pack.
         result = self.forward(block, *args, **kwargs)
-        self._fails(self.patches, failure)
-        logger.warning("%s", failure.message())
+        if failure is not None:
+            self._fails(self.patches, failure)
+            logger.warning("%s", failure.message())
         return result
 
     def give_up(self, failure: Failure) -> None:

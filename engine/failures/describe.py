@@ -45,17 +45,21 @@ def chain(error: BaseException) -> list[BaseException]:
 def never_swallowed(error: BaseException) -> bool:
     """Whether an error must reach the host. When out of memory, the host frees models and tries again. Gradient checkpointing
     ends a block's second run by an error, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
-    return any(
-        isinstance(e, MemoryError | private.StopRecomputation)
-        or is_out_of_memory(e)
-        # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
-        or type(e).__name__ == "InterruptProcessingException"
-        for e in chain(error)
+    # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
+    return lacks_memory(error) or any(
+        isinstance(e, private.StopRecomputation) or type(e).__name__ == "InterruptProcessingException" for e in chain(error)
     )
 
 
-# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, and of Triton's launcher.
-_NO_MEMORY = re.compile(r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory")
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the process or a device had too little memory, and that caused the error."""
+    return any(isinstance(e, MemoryError) or is_out_of_memory(e) for e in chain(error))
+
+
+# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, of Triton's launcher, and for RAM of PyTorch's.
+_NO_MEMORY = re.compile(
+    r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory|DefaultCPUAllocator:"
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -95,4 +99,4 @@ def _described(block: str, error: Exception, machine: Machine | None) -> Failure
     may_pass = any(isinstance(e, OSError | EOFError) for e in unexplained)
     may_pass = may_pass or any(re.search(MAY_PASS, text_of(e)) for e in errors)
     text = cure if isinstance(cure, str) else (machine or Machine.this()).cure(cure)
-    return Failure(block, reason, text, may_pass or never_swallowed(error))
+    return Failure(block, reason, text, may_pass or lacks_memory(error))

@@ -115,6 +115,7 @@ _UTF8 = "PyTorch reads its own files in the encoding of this system: set the var
 # PyTorch before 2.15 needs the name to import inductor; a second import of the half-imported one says "already registered".
 _NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
+_MEMORY = "There was too little memory to compile the block; the next run tries again."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
 _CPP_FAILED = {
     "spaced": _SPACED,
@@ -147,7 +148,7 @@ TROUBLES: tuple[tuple[str, str, Cure], ...] = (
     ("codec can't decode", r"UnicodeDecodeError: '[\w-]+' codec can't decode", _UTF8),
     ("already registered", r"getpwuid\(\)|No username set in|Artifact of type=\w+ already registered", _NAMELESS),
     ("CalledProcessError", r"CalledProcessError: [^\n]*\.c(pp)?'", _LINUX_COMPILER),
-    ("", r"^OutOfMemoryError:", "There was too little memory to compile the block; the next run tries again."),
+    ("", r"^(OutOfMemory|Memory)Error:|(error|Triton Error \[\w+\]): out of memory|DefaultCPUAllocator:", _MEMORY),
     ("GPUTooOldForTriton", r"^GPUTooOldForTriton:", _OLD_GPU),
     ("CppCompileError", r"^CppCompileError:", _CPP_FAILED),
     ("Unsupported", r"^Unsupported:", _GRAPH_BREAK),

@@ -93,6 +93,9 @@ NAMES = {
     "FailOnRecompileLimitHit": PrivateName(
         "torch._dynamo.exc:FailOnRecompileLimitHit", "the limit of variants is not noticed", NeverRaised
     ),
+    "BackendCompilerFailed": PrivateName(
+        "torch._dynamo.exc:BackendCompilerFailed", "an image is lost where a block's compiler lacks memory", NeverRaised
+    ),
     "OptimizedModule": PrivateName(
         "torch._dynamo.eval_frame:OptimizedModule", "a VAE that another node compiles is not noticed", NeverRaised
     ),

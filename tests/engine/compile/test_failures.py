@@ -5,10 +5,11 @@ import weakref
 
 import pytest
 import torch
-from support import Block, CompiledNet, Held, Net
+from support import Block, CompiledNet, Held, Net, without_compile_process
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 MODES = pytest.mark.parametrize("at_once", [False, True], ids=["in the background", "at once"])
+LOWERED_IN = pytest.mark.parametrize("place", ["the process", "the call"])
 FAULTS = pytest.mark.parametrize("fault", ["the limit is reached", "a piece cannot be traced"])
 
 
@@ -215,8 +216,11 @@ def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
 
 
 @MODES
-def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, excluded, at_once):
+@LOWERED_IN
+def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, monkeypatch, excluded, at_once, place):
     """Until then blocks still have them in: these are not given up for what the first block failed of."""
+    if place == "the call":
+        without_compile_process(engine, monkeypatch)
 
     class NeedsExclusion(Compiler):
         """Compiles nothing of the call in which the layers are excluded."""
@@ -239,7 +243,10 @@ def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(eng
 
 
 @MODES
-def test_layers_that_were_excluded_before_explain_nothing(engine, excluded, at_once):
+@LOWERED_IN
+def test_layers_that_were_excluded_before_explain_nothing(engine, monkeypatch, excluded, at_once, place):
+    if place == "the call":
+        without_compile_process(engine, monkeypatch)
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this")] * 9)))
     for _ in range(4):
@@ -275,6 +282,65 @@ def test_jobs_without_memory_wait_for_it_together(engine, monkeypatch):
     for step, x in zip(steps, inputs, strict=True):
         assert torch.equal(step.at_once(x), step.net(x)), "who waits for code does not wait for the pause"
     assert compiler.calls == 4
+
+
+def test_what_a_compiler_has_allocated_is_free_when_the_block_runs_plain(engine, monkeypatch):
+    """Kernels are tuned on tensors as large as the block's."""
+    tuned, left = [], []
+
+    def tune(_graph, _inputs):
+        tensor = torch.zeros(8)
+        tuned.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("no memory")
+
+    def look():
+        left.append([tensor for tensor in tuned if tensor() is not None])
+
+    class Looks(Block):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                look()
+            return super().forward(x)
+
+    shapes = engine("compile.call_shapes")
+    memory_of = shapes.memory_of
+    monkeypatch.setattr(shapes, "memory_of", lambda tensor: look() or memory_of(tensor))  # inputs that are put back
+    without_compile_process(engine, monkeypatch)
+    net, x = Net(Looks), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=tune)
+    assert torch.equal(step.at_once(x), net(x)) and step.failures
+    assert tuned and not any(left)
+
+
+def test_a_compiler_without_memory_for_a_later_graph_is_told_and_not_asked_again(engine, monkeypatch):
+    """Not for what the block's first graph, which has run, lacks beside copies of its arguments."""
+    without_compile_process(engine, monkeypatch)
+    compiler = Compiler(None, *[RuntimeError("CUDA error: out of memory")] * 9)
+    net, x = BrokenNet(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=compiler)
+    for _ in range(3):
+        assert torch.equal(step.at_once(x.clone()), net(x.clone()))
+    assert len(step.failures) == 1 and compiler.calls == 2
+
+
+@LOWERED_IN
+def test_a_size_that_lacks_memory_leaves_the_others_their_code(engine, monkeypatch, place):
+    """As the second pass of a workflow that samples a small image and then a large one."""
+    large, small = torch.randn(2, 16, 8), torch.randn(2, 4, 8)
+
+    def compile(graph, inputs):
+        if any(tensor.shape[:2] == large.shape[:2] for tensor in inputs):
+            raise torch.OutOfMemoryError("no memory")
+        return graph.forward
+
+    if place == "the call":
+        without_compile_process(engine, monkeypatch)
+    net = Net()
+    step = CompiledNet(engine, net, backend=compile, dynamic="false")
+    for _ in range(2 + engine("compile.compiled_code").RETRIES):
+        for x in (small, large):
+            step.new_run()
+            assert torch.equal(step.at_once(x), net(x)) and bool(step.failures) is (x is large)
 
 
 def no_room(_thread):
