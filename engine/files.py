@@ -57,9 +57,17 @@ def write_whole(file: Path, content: bytes) -> None:
     replace(unfinished, file)
 
 
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """Files whose names fit; none where the drive fails."""
+    try:
+        return list(folder.glob(pattern))
+    except OSError:
+        return []
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove unfinished files of killed processes. A younger file is left, as a process may still be writing it."""
-    for file in folder.glob("*.tmp"):
+    for file in files_in(folder, "*.tmp"):
         with suppress(OSError):
             if UNFINISHED.fullmatch(file.name) and time.time() - file.lstat().st_mtime > LEFTOVER_SECONDS:
                 remove_file(file)

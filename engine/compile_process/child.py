@@ -35,6 +35,7 @@ ALIVE_SECONDS = 1.0
 BESIDE, AWAITED = 10, 0
 HEADER = struct.Struct("<IQ")
 PACKAGE = "torch_compile_kit"
+GREETING = b"\ntorch-compile-kit: messages follow\n"
 
 
 def read(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
@@ -51,6 +52,13 @@ def write(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:
     text = json.dumps(header).encode()
     stream.write(HEADER.pack(len(text), len(body)) + text + body)
     stream.flush()
+
+
+def skip_to_greeting(stream: BinaryIO) -> None:
+    """Read what others have written before the messages: what Python imports when it starts (sitecustomize, .pth) may print."""
+    seen = b""
+    while not seen.endswith(GREETING) and (byte := stream.read(1)):
+        seen = (seen + byte)[-len(GREETING) :]
 
 
 def engine(name: str) -> Any:
@@ -115,6 +123,8 @@ def main() -> None:
         file.write("1000")  # if memory runs out, the system kills this process, not ComfyUI
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    channel.write(GREETING)
+    channel.flush()
     incoming = os.fdopen(os.dup(0), "rb")  # workers are forked while a thread reads, and each closes its `sys.stdin` first
     requests: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
     writing = threading.Lock()

@@ -25,7 +25,7 @@ from typing import Any
 from ..background.thread import Postponed, compiler
 from ..cache.environment import versions
 from ..failures.describe import DescribedError
-from ..files import locked
+from ..files import files_in, locked
 from ..log import logger
 from ..threads import started
 from ..torch_compat import stand_in_card
@@ -38,6 +38,14 @@ START_SECONDS, SILENT_SECONDS = 180.0, 60.0
 LONGEST_SECONDS = 1800.0
 # Workers of inductor's, which compile the kernels of a graph.
 MOST_WORKERS = 8
+# Set by people against stale caches, or to try something: with them PyTorch makes no code that can be sent back.
+CACHEABLE = {
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+    "TORCHINDUCTOR_FREEZING": "0",
+}
 # A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
 # After a graph for which no process has started, graphs that nobody waits for stay uncompiled for some time. After several such
@@ -103,8 +111,10 @@ def _may_hold_code(place: Path) -> bool:
 def _private_folder() -> Path:
     places = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
     place = next(filter(_may_hold_code, places if os.name == "posix" else places[:2]), places[0])
-    for left in place.glob(f"{SCRATCH}*"):  # left by servers that were killed
+    for left in files_in(place, f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
+            if hasattr(os, "geteuid") and left.lstat().st_uid != os.geteuid():
+                continue  # what is in there may be made to harm
             if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
                 lock.close()
                 shutil.rmtree(left, ignore_errors=True)
@@ -122,6 +132,7 @@ class _Running:
     def listen(self) -> None:
         stream: Any = self.process.stdout
         with contextlib.suppress(Exception):  # what comes is no message
+            child.skip_to_greeting(stream)
             while (answer := child.read(stream)) is not None:
                 self.answers.put(answer)
         with contextlib.suppress(subprocess.TimeoutExpired):  # so that `end` can tell how it ended
@@ -345,6 +356,7 @@ class CompileProcess:
             "TORCHINDUCTOR_WORKER_START": "fork",
             **os.environ,
             **scratch,
+            **CACHEABLE,
             # Workers that are not forked would not know the stand-in cards.
             **({"CUDA_VISIBLE_DEVICES": "-1", "TORCHINDUCTOR_WORKER_START": "fork"} if cards else {}),
         }

@@ -427,6 +427,22 @@ class TwoKinds(torch.nn.Module):
         return x
 
 
+def test_what_people_set_for_all_of_pytorch_and_python_costs_no_code(process, net, monkeypatch, tmp_path):
+    """Variables against stale caches; a `sitecustomize` that prints, as of tools that look on."""
+    process.end()
+    monkeypatch.setattr(process.client, "subprocess", subprocess)  # both are read when Python and PyTorch start
+    for name in ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_COMPILE_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FREEZING"):
+        monkeypatch.setenv(name, "1")
+    for name in ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FX_GRAPH_CACHE"):
+        monkeypatch.setenv(name, "0")
+    (tmp_path / "sitecustomize.py").write_text("print('hello from a site')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    first_call(net)
+    net.wait()
+    assert is_compiled(net) and why_inline(net) == [None]
+    process.end()
+
+
 def test_after_it_was_idle_another_one_is_started(process, net):
     process.orders("idle")
     first_call(net)

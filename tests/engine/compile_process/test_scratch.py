@@ -167,3 +167,20 @@ def test_kernels_are_tuned_with_few_runs_and_those_of_others_as_ever(engine, mon
     tune()
     assert asked == [{"rep": 40, "memory_warmup_iters": 5, "benchmark_iters": 20}, {"rep": 40}, {"rep": 40}]
     assert vars(owner)["benchmark_gpu"] is before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has other temporary folders for each user")
+def test_folders_of_other_users_are_not_looked_into(engine, monkeypatch, tmp_path):
+    """A pipe would not be opened until somebody writes."""
+    client = engine("compile_process.client")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    theirs = tmp_path / f"{client.SCRATCH}theirs"
+    theirs.mkdir()
+    os.mkfifo(theirs / client.LOCK)
+    os.utime(theirs, (0, 0))
+    looked, locked, me = [], client.locked, os.geteuid()
+    monkeypatch.setattr(client, "locked", lambda file: looked.append(file) if file.parent == theirs else locked(file))
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    _ = client.CompileProcess().scratch
+    assert not looked
+    monkeypatch.undo()
