@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
     try:
         import triton
 
-        triton_version = triton.__version__
+        triton_version = triton.__version__ if TRITON_WINDOWS == "none" else TRITON_WINDOWS
     except ImportError:
         triton_version = "none"
     return {
@@ -113,6 +113,8 @@ def _version_of(package: str) -> str:
         return "none"
 
 
+# Windows' Triton calls itself by the version that it is made of, whatever has been mended since.
+TRITON_WINDOWS = _version_of("triton-windows")
 # Versions of the code that this process has loaded: an update while the process runs changes only files.
 LOADED = {
     "comfy-kitchen": _version_of("comfy-kitchen"),
