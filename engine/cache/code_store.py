@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import in_one_line
-from ..files import read_whole, remove_file, remove_leftovers, replace, status_of, when_free, write_whole
+from ..files import (
+    READERS_BLOCK,
+    files_in,
+    read_whole,
+    remove_file,
+    remove_leftovers,
+    replace,
+    status_of,
+    when_free,
+    write_whole,
+)
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
 from .shared import configured
@@ -95,24 +105,30 @@ class CodeStore:
 
     def entries(self) -> dict[str, os.stat_result]:
         """All entries by name, the most recently used first; those dated in the future by a clock that was wrong last."""
-        files = [file for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)]
+        files = [file for file in files_in(self.folder, f"*{CODE}") if NAME.fullmatch(file.stem)]
         entries = {file.stem: status for file in files if (status := status_of(file)) is not None}
         latest = time.time() + 3600
         return dict(sorted(entries.items(), key=lambda entry: (entry[1].st_mtime > latest, -entry[1].st_mtime)))
 
     def choices(self, structure: str) -> dict[str, str]:
         """What `remember` has kept, in this process or an earlier one."""
+        with suppress(OSError):
+            return self._choices(structure)
+        return {}
+
+    def _choices(self, structure: str) -> dict[str, str]:
+        """Raises OSError if there may be some, but the file cannot be read."""
         try:
-            kept = header_of((self.folder / f"{structure}{CHOICES}").read_bytes())
-        except (OSError, ValueError):
+            kept = header_of(read_whole(self.folder / f"{structure}{CHOICES}"))
+        except (FileNotFoundError, ValueError):
             return {}
         return {name: value for name, value in kept.items() if isinstance(value, str)}
 
     def remember(self, structure: str, choices: dict[str, str]) -> None:
         """Keep choices on which the compiled code of a model depends; `structure`: see `structure.py`."""
         file = self.folder / f"{structure}{CHOICES}"
-        with _choices_lock:
-            self._write(file, json.dumps(self.choices(structure) | choices).encode())
+        with _choices_lock, suppress(OSError):  # else those before would be lost
+            self._write(file, json.dumps(self._choices(structure) | choices).encode())
 
     def about(self, name: str) -> dict[str, Any]:
         """What an entry says of itself: the class of the block, versions, device."""
@@ -132,7 +148,7 @@ class CodeStore:
         return environment().items() <= self.about(name).get("environment", {}).items()
 
     def has(self, name: str) -> bool:
-        return self._file(name).exists()
+        return os.path.exists(self._file(name))  # not Path's, which raises where the drive fails
 
     def size(self) -> int:
         return sum(status.st_size for status in self.entries().values())
@@ -154,7 +170,7 @@ class CodeStore:
     def clear(self) -> int:
         """Remove all entries and choices; returns the bytes removed. Loaded code goes on working."""
         before = self.size()
-        choices = (file for file in self.folder.glob(f"*{CHOICES}") if STRUCTURE.fullmatch(file.stem))
+        choices = (file for file in files_in(self.folder, f"*{CHOICES}") if STRUCTURE.fullmatch(file.stem))
         for file in (*map(self._file, self.entries()), *choices):
             remove_file(file)
         return before - self.size()
@@ -248,7 +264,9 @@ def _places(folder: Path) -> list[Path]:
     user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
     # Of this user alone, on drives that keep rights; a container's user may have no home.
     home = Path(os.path.expanduser("~"), ".cache", KIT, folder.name)
-    places = [users_folder() or folder, home, Path(tempfile.gettempdir(), f"{KIT}-{user}", folder.name)]
+    places = [users_folder() or folder, home]
+    with suppress(OSError):  # no folder for temporary files can be written
+        places.append(Path(tempfile.gettempdir(), f"{KIT}-{user}", folder.name))
     return [place for place in places if place.is_absolute()]
 
 
@@ -257,6 +275,8 @@ def read_key(folder: Path) -> bytes:
     file = folder / KEY_FILE
     if not (key := _key_in(file)):
         if os.path.lexists(file) and not _key_in(file):  # another server may just have made one
+            mode = stat.filemode(file.lstat().st_mode)
+            logger.warning("%s (%s) was not for this user alone, or is damaged: all code is compiled anew", file, mode)
             remove_file(file)
         unfinished = folder / f"{secrets.token_hex(16)}.tmp"
         with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
@@ -278,12 +298,16 @@ def read_key(folder: Path) -> bytes:
 def _key_in(file: Path) -> bytes:
     """The key in a file that only this user can read; empty if there is none. The file is opened once, for its rights and its
     content: whoever may write into the folder could exchange the file in between."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # a pipe would not be opened until somebody writes
+        flags |= getattr(os, name, 0)
     try:
         with os.fdopen(when_free(lambda: os.open(file, flags)), "rb") as opened:
             status, key = os.fstat(opened.fileno()), opened.read(SIGNATURE_BYTES + 1)
     except OSError as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError) or error.errno == errno.ELOOP:  # a link
+        is_busy = isinstance(error, PermissionError) and READERS_BLOCK
+        none = FileNotFoundError, PermissionError, IsADirectoryError
+        if (isinstance(error, none) and not is_busy) or error.errno == errno.ELOOP:  # a link
             return b""
         raise  # the drive fails; there may be a key, which a new one must not replace
     # Windows' profiles are private.

@@ -85,6 +85,26 @@ def test_what_cannot_be_written_is_said_once(store, caplog):
     assert store.get(NAMES[0]) is None and caplog.text.count(f"is not kept in {store.folder}") == 1
 
 
+def failing_below(folder, function):
+    def call(path=".", *args, **options):
+        if str(path).startswith(str(folder)):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return function(path, *args, **options)
+
+    return call
+
+
+def test_a_volume_that_is_gone_costs_no_code_that_is_already_made(store, monkeypatch, caplog):
+    with monkeypatch.context() as gone:
+        for function in ("stat", "scandir", "open"):
+            gone.setattr(os, function, failing_below(store.folder, getattr(os, function)))
+        gone.setattr("io.open", failing_below(store.folder, open))
+        assert not store.put(NAMES[0], b"content") and store.get(NAMES[0]) is None and not store.has(NAMES[0])
+        store.remember(STRUCTURE, {"attention": "cudnn"})
+        assert not store.choices(STRUCTURE) and not store.has_current() and not store.usage()["entries"] and not store.clear()
+    assert store.put(NAMES[0], b"content") and store.has(NAMES[0])
+
+
 # What goes first.
 
 
@@ -246,6 +266,14 @@ def test_no_thread_loses_a_choice_of_another(stores, store, monkeypatch):
     assert store.choices(STRUCTURE) == {"attention": "cudnn", "payback": "[]"}
 
 
+def test_choices_that_cannot_be_read_for_a_moment_are_kept(stores, store, monkeypatch):
+    store.remember(STRUCTURE, {"attention": "cudnn"})
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "read_whole", unittest.mock.Mock(side_effect=OSError(errno.EIO, "the drive does not answer")))
+        store.remember(STRUCTURE, {"graphs": "pay"})
+    assert store.choices(STRUCTURE) == {"attention": "cudnn"}
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"7", b'{"attention": 7}', b"[" * 100_000])
 def test_choices_that_are_damaged_are_none(store, content):
     (store.folder / f"{STRUCTURE}.json").write_bytes(content)
@@ -372,7 +400,7 @@ def test_a_key_that_cannot_be_read_now_is_kept(opened, monkeypatch):
 
 
 @posix
-@pytest.mark.parametrize("change", ["mode", "link", "size", "folder"])
+@pytest.mark.parametrize("change", ["mode", "link", "size", "pipe", "folder"])
 def test_a_key_that_others_could_have_is_replaced_and_no_entry_of_before_is_used(opened, tmp_path, change, caplog):
     before = opened()
     before.put(NAMES[0], b"content")
@@ -388,12 +416,15 @@ def test_a_key_that_others_could_have_is_replaced_and_no_entry_of_before_is_used
         elif change == "size":
             key.write_bytes(b"")
             key.chmod(0o600)
+        elif change == "pipe":
+            os.mkfifo(key, 0o600)
         else:
             key.mkdir()
             assert opened().folder != before.folder
             return
     after = opened()
     assert after.folder == before.folder and after.key != before.key and key.stat().st_mode & 0o777 == 0o600
+    assert f"{key} (" in caplog.text and "all code is compiled anew" in caplog.text  # Kubernetes' fsGroup opens it each time
     assert after.get(NAMES[0]) is None and "not written by this user" in caplog.text
     after.put(NAMES[0], b"content")
     assert opened().get(NAMES[0]) == b"content"
@@ -440,6 +471,11 @@ def test_on_a_drive_without_rights_a_folder_elsewhere_is_used_and_said_once(open
 def test_where_no_folder_can_be_made_nothing_is_kept_and_that_is_said(opened, stores, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stores, "read_key", unittest.mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     assert opened() is None and "no other, and is lost at the next restart" in caplog.text
+
+
+def test_without_a_folder_for_temporary_files_the_users_is_used(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", unittest.mock.Mock(side_effect=FileNotFoundError("no usable directory")))
+    assert opened().folder == tmp_path / "kit" / "store"
 
 
 @posix
@@ -575,6 +611,11 @@ def test_each_of_what_it_depends_on_gives_names_of_their_own(key, depends, engin
     for module in (request, structure):
         monkeypatch.setattr(module, "environment", lambda: {**here, key: "another"})
     assert all(one != other for one, other in zip(before, names(), strict=True))
+
+
+def test_the_version_of_windows_triton_tells_its_mends(depends, monkeypatch):
+    monkeypatch.setattr(depends, "TRITON_WINDOWS", "3.5.1.post24")
+    assert depends.versions()["triton"] == "3.5.1.post24"
 
 
 def test_the_version_of_the_hosts_kernels_is_told(depends):
