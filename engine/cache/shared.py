@@ -69,10 +69,11 @@ class SharedCache:
         return self._try(lambda store: store.claim(PREFIX + name), writes=True) is not False
 
     def release(self, name: str) -> None:
-        self._try(lambda store: store.release(PREFIX + name), writes=True)
+        """Also after an error since the claim: the others would wait for its end."""
+        self._try(lambda store: store.release(PREFIX + name), writes=True, even_off=True)
 
-    def _try(self, action: Callable[[Any], Any], writes: bool = False) -> Any:
-        if time.monotonic() < self._off_until:
+    def _try(self, action: Callable[[Any], Any], writes: bool = False, even_off: bool = False) -> Any:
+        if not even_off and time.monotonic() < self._off_until:
             return None
         try:
             return self._within_limit(lambda: action(self._connected()))

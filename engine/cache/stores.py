@@ -22,8 +22,8 @@ from ..failures.describe import chain
 from ..files import read_whole, remove_file, write_whole
 
 SIGNATURE_BYTES = 32
-# For a connection, and for each answer of Redis.
-LIMIT_SECONDS = 0.5
+# For a connection to Redis; for sending it an entry, or its answer.
+CONNECT_SECONDS, TRANSFER_SECONDS = 0.5, 4.0
 # On a network volume each look at a file takes milliseconds: each worker looks at so many files, others look at more.
 LOOKED_AT = 100
 KEPT_SECONDS = 30 * 24 * 3600
@@ -54,7 +54,7 @@ class RedisStore:
 
         self.refused: type[Exception] = redis.exceptions.ResponseError
         self._worker = uuid.uuid4().hex
-        limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), LIMIT_SECONDS)
+        limits = {"socket_connect_timeout": CONNECT_SECONDS, "socket_timeout": TRANSFER_SECONDS}
         # The server or a firewall may have closed a connection that was idle.
         broken = [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError]
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1), retry_on_error=broken, **limits)
@@ -90,10 +90,11 @@ class FolderStore:
         if not names:
             (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
         files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
-        now = self._now()
-        for file in random.Random().sample(files, min(LOOKED_AT, len(files))):
-            if now - _written(file) > KEPT_SECONDS:
-                remove_file(file)
+        with contextlib.suppress(OSError):  # the volume may be one that this worker only reads
+            now = self._now()
+            for file in random.Random().sample(files, min(LOOKED_AT, len(files))):
+                if now - _written(file) > KEPT_SECONDS:
+                    remove_file(file)
 
     def _now(self) -> float:
         probe = self._folder / f"{uuid.uuid4().hex}.tmp"
@@ -120,7 +121,12 @@ class FolderStore:
         for _ in range(2):
             try:
                 with claim.open("x") as file:
-                    file.write(self._worker)
+                    try:
+                        file.write(self._worker)
+                        file.flush()
+                    except OSError:  # the volume is full
+                        remove_file(claim)
+                        raise
                 return True
             except FileExistsError:
                 if abs(self._now() - _written(claim)) <= CLAIM_SECONDS:

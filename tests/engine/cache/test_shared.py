@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -278,6 +279,17 @@ def test_a_claim_is_held_while_a_graph_is_compiled_and_released(configure, obtai
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         obtain()
     assert held == [True] and other.claim(NAME)
+
+
+def test_a_claim_is_released_though_an_entry_could_not_be_put_in_time(configure, place, monkeypatch):
+    one = configure(place)
+    configure(None)
+    other = configure(place)
+    assert one.claim(NAME) and not other.claim(NAME)
+    monkeypatch.setattr(one._store, "put", Mock(side_effect=TimeoutError))
+    assert not one.put(NAME, b"content") and one.get(NAME) is None
+    one.release(NAME)
+    assert other.claim(NAME)
 
 
 # Entries are code.

@@ -4,9 +4,11 @@ import errno
 import hashlib
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from redis_servers import Proxy, RedisServer
@@ -281,3 +283,23 @@ def test_the_text_of_a_clients_exception_is_not_said(stores, error):
         assert stores.without_secrets(raised) == "RuntimeError"
     refused = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     assert stores.without_secrets(refused) == f"ConnectionRefusedError: {os.strerror(errno.ECONNREFUSED)}"
+
+
+def test_a_volume_that_a_worker_only_reads_is_read(folder, stores, tmp_path, monkeypatch):
+    folder.put(NAME, b"content")
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    assert stores.FolderStore(str(tmp_path)).get(NAME) == b"content"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
+def test_a_full_volume_has_no_claim_that_nobody_releases(folder, tmp_path):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            folder.claim(NAME)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("*/*.claim"))
