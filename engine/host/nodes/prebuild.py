@@ -105,6 +105,10 @@ def prebuild(
             store.remember(name_of(network), {structure_record.ASKED: structure_record.YES})
     if not lowering.names:
         raise PrebuildError("\n".join(["nothing was compiled.", *failures]))
+    if lost := [name for name in lowering.names if not store.has(name)]:
+        failures.append(
+            f"{len(lost)} of {len(lowering.names)} graphs are not in {store.folder}: it is full, or its limit small."
+        )
     if out is not None:
         write_cache_file(out, store, lowering.names, structures, pack_version(), models, [])
     versions = ", ".join(f"{key} {value}" for key, value in environment().items() if key != "device")

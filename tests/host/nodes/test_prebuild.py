@@ -103,6 +103,17 @@ def test_code_for_another_card_has_another_name(files):
 
 @needs_cuda
 @pytest.mark.host
+@pytest.mark.rest
+def test_what_has_no_room_is_said(base, files, monkeypatch, tmp_path):
+    sizes = [size for _name, size in header(files("h100")[3])["parts"]]
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE_GIB", str((max(sizes) + min(sizes) / 2) / 2**30))
+    _said, errors, code, _out = prebuilt(base, "--gpu", "h100")
+    assert code == 1 and "1 of 2 graphs are not in" in errors, errors
+
+
+@needs_cuda
+@pytest.mark.host
 def test_what_cannot_be_compiled_is_said(base):
     nodes = workflow("flux", 1.0, backend="inductor")
     nodes["compile"]["inputs"]["mode"] = "max-autotune"
