@@ -46,7 +46,7 @@ def users_folder() -> Path | None:
     value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
     with contextlib.suppress(KeyError, OSError):  # the default has the user's name in it; a container's user may have none
         default = private.default_cache_dir()
-    return Path(value) / KIT if value and Path(value) != Path(default) else None
+    return Path(value).absolute() / KIT if value and Path(value) != Path(default) else None
 
 
 class _Host:

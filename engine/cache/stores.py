@@ -76,8 +76,8 @@ class RedisStore:
 
 class FolderStore:
     """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter. A subfolder with
-    files but no marker is refused; a link is, too. Only the file server's clock is asked, as this machine's may be wrong by
-    days. An entry with a date in the future is new, a claim with one is over."""
+    other files but no marker is refused; a link is, too. Only the file server's clock is asked, as this machine's may be wrong
+    by days. An entry with a date in the future is new, a claim with one is over."""
 
     refused: type[Exception] = OSError
 
@@ -85,9 +85,10 @@ class FolderStore:
         self._folder, self._worker = Path(place, FOLDER), uuid.uuid4().hex
         self._folder.mkdir(parents=True, exist_ok=True)
         names = os.listdir(self._folder)
-        if self._folder.resolve() != Path(place).resolve() / FOLDER or (names and MARKER not in names):
+        foreign = MARKER not in names and any(_ENTRY.fullmatch(name) is None for name in names)
+        if self._folder.resolve() != Path(place).resolve() / FOLDER or foreign:
             raise OSError(errno.EEXIST, f"{self._folder} holds something else; rename it, or choose another folder")
-        if not names:
+        if MARKER not in names:  # or a volume that is cleaned by age has lost it
             (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
         files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
         with contextlib.suppress(OSError):  # the volume may be one that this worker only reads

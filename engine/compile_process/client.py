@@ -109,8 +109,11 @@ def _may_hold_code(place: Path) -> bool:
 
 
 def _private_folder() -> Path:
-    places = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
-    place = next(filter(_may_hold_code, places if os.name == "posix" else places[:2]), places[0])
+    places = [Path(os.path.expanduser("~"), ".cache"), *([Path("/tmp")] if os.name == "posix" else [])]
+    with contextlib.suppress(OSError):  # no such folder can be written
+        places.insert(0, Path(tempfile.gettempdir()))
+    places = [place for place in places if place.is_absolute()]  # not if the user has no home
+    place = next(filter(_may_hold_code, places), places[0])
     for left in files_in(place, f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
             if hasattr(os, "geteuid") and left.lstat().st_uid != os.geteuid():
@@ -181,6 +184,7 @@ class CompileProcess:
         self._making_scratch = threading.Lock()
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
+        self._scratch_of: int | None = None  # a process's number
 
     def check(self, patient: bool = False) -> None:
         """Raise the refusal that is in force: `Outdated`, `Unavailable` or, for a patient graph (see `lower`), `Postponed`."""
@@ -204,7 +208,7 @@ class CompileProcess:
         with self._making_scratch:
             if self._scratch is None or not self._scratch.exists():  # a cleaner of temporary files may have removed it
                 folder = _private_folder()
-                self._scratch, self._scratch_lock = folder, locked(folder / LOCK)
+                self._scratch, self._scratch_lock, self._scratch_of = folder, locked(folder / LOCK), os.getpid()
             return self._scratch
 
     def start(self) -> None:
@@ -218,7 +222,9 @@ class CompileProcess:
                 self._lock.release()
 
     def stop(self) -> None:
-        """At exit, also while a graph is lowered."""
+        """At exit, also while a graph is lowered. Not in a copy that a node has forked: all belongs to the process before."""
+        if self._scratch_of not in (None, os.getpid()):
+            return
         self.refusal = Refusal(Unavailable, "ComfyUI ends")
         running, self._running = self._running, None
         if running is not None and running.process.poll() is None:

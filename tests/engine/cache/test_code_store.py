@@ -489,6 +489,8 @@ def test_a_user_without_a_name_and_home_has_a_store_too(opened, tmp_path, monkey
     assert opened().folder == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "store"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     assert opened().folder == tmp_path / "inductor" / "torch-compile-kit"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "inductor")
+    assert opened().folder == tmp_path / "inductor" / "torch-compile-kit"
 
 
 @pytest.mark.parametrize("name", ["gr\u00fcn", "AI stuff", "Ann's"])

@@ -207,6 +207,13 @@ def test_a_subfolder_that_is_not_the_packs_is_refused(stores, tmp_path, kind):
     assert refused.value.errno == errno.EEXIST and sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_volume_whose_files_are_removed_by_age_stays_in_use(stores, folder, tmp_path):
+    folder.put(NAME, b"content")
+    for file in tmp_path.rglob(stores.MARKER):
+        file.unlink()
+    assert stores.FolderStore(str(tmp_path)).get(NAME) == b"content" and list(tmp_path.rglob(stores.MARKER))
+
+
 def test_of_a_folder_with_many_entries_each_worker_checks_some(stores, folder, tmp_path, monkeypatch):
     """On a volume where a look at each takes time: a worker that starts would find no answer within its limit."""
     for n in range(20):

@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,3 +185,28 @@ def test_folders_of_other_users_are_not_looked_into(engine, monkeypatch, tmp_pat
     _ = client.CompileProcess().scratch
     assert not looked
     monkeypatch.undo()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+def test_a_node_that_forks_and_ends_leaves_the_servers_folder(engine, monkeypatch, tmp_path):
+    """A copy of the process runs all that is registered for its exit."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    process = engine("compile_process.client").CompileProcess()
+    (process.scratch / "kernel.so").touch()
+    monkeypatch.setattr(os, "getpid", lambda: os.getppid())
+    process.stop()
+    assert (process.scratch / "kernel.so").exists()
+    monkeypatch.undo()
+    process.stop()
+
+
+def test_without_a_home_and_a_folder_for_temporary_files_it_is_in_no_relative_one(engine, monkeypatch, tmp_path):
+    client = engine("compile_process.client")
+    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=FileNotFoundError("no usable directory")))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    if os.name == "posix":
+        process = client.CompileProcess()
+        assert process.scratch.parent == Path("/tmp")
+        process.stop()
+    assert not list(tmp_path.iterdir())
