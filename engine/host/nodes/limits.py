@@ -71,12 +71,17 @@ def _sentence(patcher, settings: CompileSettings, profile: StepProfile, kind: st
         return floors.get(kind, say("limitOther"))
     if not profile.on_gpu:
         return say("limitPython")
-    if graphs_of(network).graphs:
+    if _runs_graphs(network):
         return say("limitWaiting")
     if not settings.may_have_graphs:
         return say("limitWaitingMode")
     obstacle = next((note for note in notes_about(patcher) if note.startswith("CUDA graphs are off")), None)
     return say("limitWaitingReduce") if obstacle is None else say("limitWaitingWhy", obstacle)
+
+
+def _runs_graphs(network) -> bool:
+    """Not while another node takes part in the steps: then they are kept for runs without it."""
+    return bool(graphs_of(network).graphs) and watch_of(network).foreign is None
 
 
 def _attention(patcher, network, settings: CompileSettings, on_gpu: bool) -> str:
@@ -104,14 +109,15 @@ def sentences_about_model(
     findings = [*([say("limitUnseen")] if profile is None else []), *_failures(network, settings).values()]
     if profile is not None:
         share = f"{profile.compiled_share:.0%}"
-        findings.append(say("limitGraphs", share) if graphs_of(network).graphs else say("limitCompiled", share))
+        findings.append(say("limitGraphs", share) if _runs_graphs(network) else say("limitCompiled", share))
     findings += given_in_words(code_of(network).taken)
     wrappers = [item for kind in _AROUND_MODEL for item in patcher.wrappers.get(kind, {}).items()]
     others = [function for key, functions in wrappers if key != KEY for function in functions]
     named = map(named_origin, (*others, patcher.model_options.get("model_function_wrapper")))
-    caches = list(dict.fromkeys(filter(None, named)))
-    if skipped or any("cache" in name.lower() for name in caches):
-        findings.append(say("limitStepCache", ", ".join(caches), skipped, steps))
+    around = list(dict.fromkeys(filter(None, named)))
+    caches = [name for name in around if "cache" in name.lower()]
+    if skipped or caches:
+        findings.append(say("limitStepCache", ", ".join(caches or around), skipped, steps))
     if (pack := watch_of(network).foreign) is not None:
         findings.append(say("limitWrapped", pack))
     _, misfits = preflight_here(patcher.load_device.type != "cpu")
