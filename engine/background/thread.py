@@ -44,7 +44,7 @@ class Job:
     # Called on the worker with an error that no later attempt may mend.
     on_error: Callable[[Exception], None] = lambda error: logger.warning("work in the background failed", exc_info=error)
     awaited: bool = False  # a thread waits for the job, so it is not put off when memory is short
-    error: BaseException | None = None  # of the last attempt, for the thread that waits; `on_error` did not get it
+    error: BaseException | None = None  # no Exception, which `on_error` gets: it ends the process or the thread that waits
     is_kept: bool | None = None  # its code is on disk, and only has to be read; None: it makes no code of a model
     is_queued: bool = False  # was queued once, and may be over
     over: bool = False

@@ -22,8 +22,9 @@ from ..failures.describe import chain
 from ..files import read_whole, remove_file, write_whole
 
 SIGNATURE_BYTES = 32
-# For a connection to Redis; for sending it an entry, or its answer.
-CONNECT_SECONDS, TRANSFER_SECONDS = 0.5, 4.0
+# For a connection to Redis; for sending it an entry, or its answer. Twice that is less than shared.ANSWER_SECONDS: else a claim
+# could not be released after an entry that was too large for the network, as its request would not be over.
+CONNECT_SECONDS, TRANSFER_SECONDS = 0.5, 2.0
 # On a network volume each look at a file takes milliseconds: each worker looks at so many files, others look at more.
 LOOKED_AT = 100
 KEPT_SECONDS = 30 * 24 * 3600
