@@ -113,6 +113,8 @@ def _private_folder() -> Path:
     with contextlib.suppress(OSError):  # no such folder can be written
         places.insert(0, Path(tempfile.gettempdir()))
     places = [place for place in places if place.is_absolute()]  # not if the user has no home
+    if not places:
+        raise FileNotFoundError("no folder for temporary files can be written, and this user has no home")
     place = next(filter(_may_hold_code, places), places[0])
     for left in files_in(place, f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
