@@ -19,6 +19,8 @@ import torch
 from ..log import logger
 from ..torch_settings import SharedScope, attribute
 
+KEY = "torch-compile-kit"  # of our wrappers, callbacks and options in a patcher
+
 
 class PageCalls(NamedTuple):
     """How layers under dynamic VRAM get their weights (comfy/ops.py, comfy/model_prefetch.py)."""

@@ -54,7 +54,6 @@ COMPUTED = {
         *("get_free_memory", "minimum_inference_memory", "module_size"),
         *("get_offload_stream", "current_stream"),
     ),
-    "comfy.model_patcher.ModelPatcher.<computed>": ("detach", "partially_unload"),
     "comfy_aimdo.model_vbar.<computed>": ("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
     "comfy_kitchen.backends.eager.<computed>": ("int8_linear",),
     "torch.utils._sympy.functions.<computed>": (

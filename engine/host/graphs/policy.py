@@ -125,12 +125,6 @@ def no_graphs(device: torch.device) -> str | None:
     return None
 
 
-def is_short_of_memory(device: torch.device) -> bool:
-    """Whether less than a quarter of a card's memory is free."""
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
-    return free < total / 4
-
-
 @dataclass(eq=False)
 class Payoff:
     """Whether graphs pay for a network.

@@ -11,7 +11,7 @@ Life cycle of a call within `graphed`:
 
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
 (`ModelGraphs.call`), when they do not pay (`judge_for`) or memory is short (`_pinned`), and when the host unloads the model
-(`watch_unloading`).
+or needs their memory for another (`watch_unloading`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_patcher
 import torch
 from torch import nn
 
@@ -56,7 +55,8 @@ from ...transformer_options.filter import BOOKKEEPING, keys_read
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .policy import Notes, has_convolutions, is_short_of_memory, judge_for
+from .memory import is_short_of_memory, watch_unloading
+from .policy import Notes, has_convolutions, judge_for
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one of so many runs the first replay is compared with a plain call.
@@ -244,40 +244,6 @@ def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwar
 def runs_channels_last(network: nn.Module) -> bool:
     """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with them."""
     return kernels() is not None and not state_of(network).channels_last_fails
-
-
-def watch_unloading() -> None:
-    """Wrap the host's methods that unload a model, or a part of it, to drop its graphs; until no model has graphs any more.
-
-    ON_DETACH callbacks do not suffice: the host calls those of the patcher that loaded the model last. If our node is bypassed,
-    or is in another branch of the workflow, that patcher has no callback of this pack.
-    """
-    _watch("detach", lambda _result, unpatch_all=True: unpatch_all)
-    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # dynamic VRAM has a method of its own: pages stay
-
-
-def _watch(name: str, have_moved: Callable[..., object]) -> None:
-    """Wrap the method `name`, again where another pack has replaced the wrapper; `have_moved` gets its result and arguments and
-    returns whether weights have moved."""
-    patcher_class = comfy.model_patcher.ModelPatcher
-    hosts = getattr(patcher_class, name)
-    if is_ours(hosts):
-        return
-    all_graphs = graphs_of  # at exit, when the host deletes patchers, this module's names are gone
-
-    @functools.wraps(hosts)
-    def unload(patcher, *args, **kwargs):
-        result = hosts(patcher, *args, **kwargs)
-        if have_moved(result, *args, **kwargs):
-            networks = patcher.model, getattr(patcher.model, "diffusion_model", None)
-            for network, graphs in all_graphs.items():
-                if any(network is unloaded for unloaded in networks):
-                    graphs.drop()
-        if getattr(patcher_class, name) is unload and not any(graphs.graphs for _, graphs in all_graphs.items()):
-            setattr(patcher_class, name, hosts)
-        return result
-
-    setattr(patcher_class, name, unload)
 
 
 def new_run(network: nn.Module) -> None:

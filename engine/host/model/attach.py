@@ -18,7 +18,7 @@ from ...log import logger
 from ...messages.status import Line, Status, forget_line, tell_all
 from ...messages.words import ENGLISH, in_words
 from ...settings import CompileSettings
-from ..adapter import set_callbacks
+from ..adapter import KEY, set_callbacks
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights.blocks import notes_on
 from ..weights.placement import EvenLoad, override_methods, spread_weights
@@ -27,7 +27,7 @@ from .network_calls import begin_run, end_run, prepare_replays
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import KEY, BlockCompiler, install_apply_model, obstacle, uninstall_apply_model
+from .wrapper import BlockCompiler, install_apply_model, obstacle, uninstall_apply_model
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):

@@ -18,11 +18,11 @@ from ...messages.report import total_of
 from ...messages.status import Line, Status
 from ...messages.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
-from ..adapter import set_callbacks
+from ..adapter import KEY, set_callbacks
 from ..graphs.replay import graphs_summary
 from ..weights.blocks import Loaded
 from ..weights.placement import overridden, override_methods
-from .attach import KEY, prepare_compiling
+from .attach import prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 from .wrapper import obstacle
 

@@ -22,7 +22,8 @@ from ...messages.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs.policy import Notes, Way, always_replays, is_short_of_memory, measure, way_of_call
+from ..graphs.memory import is_short_of_memory
+from ..graphs.policy import Notes, Way, always_replays, measure, way_of_call
 from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers

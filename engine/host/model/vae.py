@@ -25,9 +25,8 @@ from ...log import logger
 from ...messages.status import Line
 from ...messages.words import COMPILED_ELSEWHERE, told
 from ...ownership import is_compiled_elsewhere, is_of_class
-from ..adapter import forbids_threads, set_callbacks
+from ..adapter import KEY, forbids_threads, set_callbacks
 
-KEY = "torch-compile-kit"
 # The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 # Whether each of the first calls of a shape runs channels_last. The plain layout is first, as it needs no kernels; the first

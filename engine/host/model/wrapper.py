@@ -23,7 +23,9 @@ from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ...threads import in_one_piece
 from ...torch_compat import private
-from ..graphs.policy import always_replays, is_short_of_memory
+from ..adapter import KEY
+from ..graphs.memory import is_short_of_memory
+from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
 from .comparison import comparison_for
@@ -32,7 +34,6 @@ from .observer import is_copy_for_another_device, observed
 from .payback import payback_of
 from .training import TRAINING, begin_step
 
-KEY = "torch-compile-kit"  # of our wrapper in a patcher
 # Under this key ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py):
 # inside that wrapper the model, or each of its blocks, is PyTorch's OptimizedModule.
 COMPILE_KEY = "torch.compile"

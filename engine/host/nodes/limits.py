@@ -18,7 +18,8 @@ from ...messages.words import say
 from ...ownership import named_origin, pack_of
 from ...settings import CompileSettings
 from ...transformer_options.outside import OVERRIDE
-from ..model.attach import KEY, diffusion_model, notes_about
+from ..adapter import KEY
+from ..model.attach import diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel
 
 LEAST = 0.01  # share of a prompt; what takes less is not told

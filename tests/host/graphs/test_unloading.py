@@ -1,10 +1,11 @@
-"""CUDA graphs of a model that the host unloads."""
+"""CUDA graphs of a model that the host unloads, or whose memory other models need."""
 
 import gc
 
 import comfy.model_management
 import comfy.model_patcher
 import pytest
+import torch
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
 
@@ -46,3 +47,91 @@ def test_those_of_another_model_stay(flux, tiny, engine):
         runs.run(runs.attach(runs.patcher))
     comfy.model_management.unload_model_and_clones(other.patcher)
     assert graphs(flux) and not graphs(other)
+
+
+@pytest.fixture
+def free(flux, monkeypatch):
+    """Sets how many bytes are free beside the models in use."""
+    memory = flux.engine("host.graphs.memory")
+    return lambda count: monkeypatch.setattr(memory, "_free_beside_models", lambda _device: count)
+
+
+@pytest.fixture
+def other(tiny, engine):
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
+
+
+def test_those_of_an_idle_model_go_when_the_loaded_one_lacks_memory(flux, other, free):
+    """As under dynamic VRAM, where the host unloads no model for another."""
+
+    def load_other():
+        comfy.model_management.free_memory(0, torch.device("cpu"))  # so the host notes what is idle, for other devices alone
+        other.run(other.patcher)
+
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    free(1e12)
+    load_other()
+    assert graphs(flux)
+    free(0)
+    flux.run(compiled)
+    assert graphs(flux), "those of the loaded model itself"
+    load_other()
+    assert not graphs(flux)
+
+
+def test_those_of_a_model_without_the_node_go_when_it_lacks_memory(flux, free):
+    flux.run(flux.attach(flux.patcher))
+    free(1e12)
+    flux.run(flux.patcher)
+    assert graphs(flux)
+    free(0)
+    flux.run(flux.patcher)
+    assert not graphs(flux)
+
+
+def test_those_of_a_loaded_controlnet_stay(flux, free):
+    """A ControlNet's patcher holds the network itself (comfy/controlnet.py)."""
+    flux.run(flux.attach(flux.patcher))
+    free(0)
+    network, device = flux.patcher.model.diffusion_model, torch.device("cpu")
+    comfy.model_management.load_models_gpu([comfy.model_patcher.ModelPatcher(network, device, device)])
+    assert graphs(flux)
+
+
+def test_those_of_others_go_when_a_capture_lacks_memory(flux, other, engine, monkeypatch):
+    flux.run(flux.attach(flux.patcher))
+
+    def capture(self, key, *_args):
+        return self._ran_out_of_memory(key, "out of memory")
+
+    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_capture", capture)
+    other.run(other.attach(other.patcher))
+    assert not graphs(flux) and not graphs(other)
+
+
+@pytest.mark.parametrize("enabled, expected", [(True, 100 + 50 - 30), (False, 100)])
+def test_pages_count_as_free_and_the_weights_in_use_that_are_paged_as_used(enabled, expected, engine, monkeypatch):
+    import comfy.memory_management
+    import comfy_aimdo.model_vbar
+
+    class Patcher:
+        def __init__(self, size, dynamic):
+            self.model_size, self.is_dynamic = lambda: size, lambda: dynamic
+
+    class Loaded:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, used, *model):
+            self.currently_used, self.model = used, Patcher(*model)
+            self.real_model = lambda: self.model
+
+    loaded = [Loaded(True, 30, True), Loaded(True, 1000, False), Loaded(False, 2000, True)]
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", loaded)
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", enabled)
+    monkeypatch.setattr(comfy_aimdo.model_vbar, "vbars_analyze", lambda _index: 50)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 480))
+    memory = engine("host.graphs.memory")
+    assert memory._free_beside_models(Loaded.device) == expected
+    assert memory.is_short_of_memory(Loaded.device) == (expected < 480 / 4)
+    assert not memory.is_short_of_memory(torch.device("cpu"))
