@@ -369,6 +369,7 @@ class ModelGraphs:
         kwargs: dict,
         fixed: dict,
         keep: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
+        make_room: Callable[[], object] = lambda: None,
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
         lacks_trace: Callable[[], bool] = lambda: False,
@@ -382,6 +383,7 @@ class ModelGraphs:
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: keeps the weights in place; yields whether all are where the graphs expect them.
+            make_room: has memory freed for what the call computes; called before a capture, and where a replay lacks memory.
             code: gives a value, which changes when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
                 allowed to begin.
@@ -406,7 +408,8 @@ class ModelGraphs:
                 elif in_place:
                     with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else the next call tries
                         if are_held:
-                            self._make_room()
+                            self._drop_oldest()
+                            make_room()
                             began = seconds_when_done(device)
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                             self.is_check_due = True
@@ -422,7 +425,7 @@ class ModelGraphs:
                             return forward(*again, **named, **fixed)
 
                         checks, has_other_code = self.checks, lambda: is_compiling() or code() != self.code
-                        result = self._checked(replay(), run, has_other_code)
+                        result = self._checked(_with_room(replay, make_room), run, has_other_code)
                         if self.differences:  # the model gets no graphs any more; while this one is held, nothing is given back
                             captured = None
                             del replay
@@ -504,7 +507,7 @@ class ModelGraphs:
             self._costs.clear()
             give_back(self.model.device)
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         while len(self.graphs) >= MAX_GRAPHS:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest]
@@ -592,6 +595,17 @@ class ModelGraphs:
         """Do not capture the call again until the layers run other functions."""
         self._fails(key, reason)
         _remember(self._functions_of_failures, key, self.model.functions)
+
+
+def _with_room(replay: Callable[[], object], make_room: Callable[[], object]) -> object:
+    """The driver may have given a graph's memory to others since the last replay: try again with room for it."""
+    try:
+        return replay()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    make_room()
+    return replay()
 
 
 def _seconds_of(run: Callable[[], object], device: torch.device | None) -> float:

@@ -16,6 +16,7 @@ from comfy.patcher_extension import WrappersMP
 from ...cuda_graphs.capture import graphs_of
 from ...ownership import is_ours
 from ..adapter import KEY
+from ..weights.blocks import Loaded
 
 
 def is_short_of_memory(device: torch.device) -> bool:
@@ -44,6 +45,24 @@ def _in_use(device: torch.device) -> list[comfy.model_patcher.ModelPatcher]:
     """The patchers that the host has loaded last."""
     loaded = comfy.model_management.current_loaded_models
     return [one.model for one in loaded if one.currently_used and one.device == device and one.model is not None]
+
+
+def make_room(loaded: Loaded, inputs: tuple) -> None:
+    """Have the host take memory from models that do not run, for the capture of a call; the first tensor of `inputs` is the
+    latent.
+
+    With cudaMallocAsync a graph's memory is the driver's: dynamic VRAM gives no page up for it, and pages of other models fill
+    the card. A graph is no larger than the host's estimate of what a call needs (comfy/model_base.py, `memory_required`).
+    """
+    if loaded.device.type != "cuda":
+        return
+    management = comfy.model_management
+    estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
+    shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
+    needed = management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
+    if torch.cuda.mem_get_info(loaded.device)[0] < needed:
+        in_use = [one for one in management.current_loaded_models if one.currently_used]
+        management.free_memory(needed, loaded.device, keep_loaded=in_use)
 
 
 def watch_unloading() -> None:

@@ -55,7 +55,7 @@ from ...transformer_options.filter import BOOKKEEPING, keys_read
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .memory import is_short_of_memory, watch_unloading
+from .memory import is_short_of_memory, make_room, watch_unloading
 from .policy import Notes, has_convolutions, judge_for
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
@@ -132,7 +132,8 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
                 return forward(*args, **kwargs)
 
         return graphs.call(
-            *(key, run_bound, args, kwargs, fixed, pinned, generation),
+            *(key, run_bound, args, kwargs, fixed, pinned),
+            *(functools.partial(make_room, loaded, (*args, *kwargs.values())), generation),
             ran_uncompiled=lambda: binding.call.uncompiled,
             lacks_trace=lambda: binding.call.put_off,
             is_compiling=lambda: code.is_being_compiled,

@@ -101,6 +101,23 @@ def test_out_of_memory_when_a_graph_is_launched(graphs, monkeypatch, error, call
     assert call(graphs, "key"), "when the weights have moved it is tried again"
 
 
+def test_memory_that_others_can_give_up_is_asked_for_before_a_capture_and_where_a_replay_lacks_it(graphs, monkeypatch):
+    """The driver gives a graph's memory to others between replays."""
+    asked, x = [], torch.ones(2)
+
+    def make_room():
+        asked.append(graphs.captures)
+        Replaying.error = None
+
+    def run():
+        return graphs.call("key", lambda x: x * 2, (x,), {}, {}, make_room=make_room).tolist()
+
+    assert run() == run() == [2, 2] and asked == [0]
+    monkeypatch.setattr(Replaying, "error", torch.OutOfMemoryError("no room"))
+    assert run() == run() == [2, 2] and asked == [0, 1]
+    assert graphs.captures == 1 and graphs.replays == 2 and not graphs.failures
+
+
 def test_out_of_memory_is_remembered_in_the_next_run(graphs, monkeypatch):
     """Else each image captures all graphs anew, and fails at the same one again."""
     net, device = torch.nn.Linear(2, 2), torch.device("cpu")

@@ -135,3 +135,36 @@ def test_pages_count_as_free_and_the_weights_in_use_that_are_paged_as_used(enabl
     assert memory._free_beside_models(Loaded.device) == expected
     assert memory.is_short_of_memory(Loaded.device) == (expected < 480 / 4)
     assert not memory.is_short_of_memory(torch.device("cpu"))
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card with 100 bytes free, of which the host keeps 50; what the host is asked to free."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 480))
+    monkeypatch.setattr(comfy.model_management, "minimum_inference_memory", lambda: 50)
+    monkeypatch.setattr(comfy.model_management, "free_memory", lambda *args, keep_loaded: asked.append((*args, keep_loaded)))
+    return asked
+
+
+@pytest.mark.parametrize("estimate, expected", [(49, []), (51, [101]), (None, [])])
+def test_models_that_do_not_run_make_room_for_a_capture(estimate, expected, card, engine, monkeypatch):
+    class Model:
+        def memory_required(self, shape):
+            assert shape == (2, 4, 8, 8)
+            return estimate
+
+    class Loaded:
+        def __init__(self, used):
+            self.currently_used = used
+
+    loaded = [Loaded(True), Loaded(False)]
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", loaded)
+    network, device = torch.nn.Identity(), torch.device("cuda", 0)
+    model = network if estimate is None else Model()  # a ControlNet says nothing of what it needs
+    of_host = engine("host.weights.blocks").Loaded(model, network, torch.float16, device)
+    engine("host.graphs.memory").make_room(of_host, (None, torch.zeros(2, 4, 8, 8), torch.zeros(2)))
+    assert card == [(needed, device, loaded[:1]) for needed in expected]
+    current = of_host._replace(device=torch.device("cpu"))
+    engine("host.graphs.memory").make_room(current, (torch.zeros(2, 4, 8, 8),))
+    assert len(card) == len(expected)
