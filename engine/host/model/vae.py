@@ -41,10 +41,10 @@ class LaidOut:
     The first calls of a shape are timed in the order of TURNS, then the faster layout is taken for all shapes.
     """
 
-    def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
+    def __init__(self, name: str, function: Callable, line: Line):
         # This object is set on the network: a reference to the network would keep both until garbage is collected.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
-        self._word, self._device, self.line = FUNCTIONS[name], device, line
+        self._word, self.line = FUNCTIONS[name], line
         self.channels_last: bool | None = None  # whether this layout is taken; None: not decided
         self._seconds: defaultdict[Hashable, list[float]] = defaultdict(list)  # of the first calls of each shape
         self._too_large: set[tuple] = set()
@@ -72,12 +72,12 @@ class LaidOut:
         why = None
         if turn and possible:  # if it is not possible now, the turn comes later
             try:
-                return self._timed(shape, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
+                return self._timed(shape, x.device, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
             except Exception as error:
                 why = "" if never_swallowed(error) else in_one_line(error)
                 if not why:  # noted before the plain call, which may run out of memory too
                     self._too_large.add(shape)
-        result = self._timed(shape, False, lambda: self.function(*args, **kwargs))
+        result = self._timed(shape, x.device, False, lambda: self.function(*args, **kwargs))
         if why:  # and the plain call raised no error, so the layout was the cause
             self.channels_last = False
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
@@ -85,13 +85,13 @@ class LaidOut:
             logger.warning("VAE: no memory for %s channels last, images of this size run as without this pack", self._word)
         return result
 
-    def _timed(self, shape: Hashable, channels_last: bool, call: Callable[[], object]) -> object:
+    def _timed(self, shape: Hashable, device: torch.device, channels_last: bool, call: Callable[[], object]) -> object:
         """Make a call, and time it if it is that layout's turn; a call that ends with an error is not counted."""
         if self.channels_last is not None or TURNS[len(self._seconds[shape])] != channels_last:
             return call()
-        began = seconds_when_done(self._device)
+        began = seconds_when_done(device)
         result = call()
-        self._seconds[shape].append(seconds_when_done(self._device) - began)
+        self._seconds[shape].append(seconds_when_done(device) - began)
         if len(self._seconds[shape]) == len(TURNS):
             *_untimed, ours, plain = self._seconds[shape]
             self.channels_last = ours < WORTH * plain
@@ -133,7 +133,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
         if isinstance(function, LaidOut):  # of an earlier node
             function = function.function
         if callable(function):
-            laid_out.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
+            laid_out.patcher.add_object_patch(name, LaidOut(name, function, line))
     line.put("decoding", told("vaeReady"))
     return laid_out
 
@@ -145,7 +145,7 @@ def _bind_to_copy(patcher: Any, clone: Any) -> None:
     for name in FUNCTIONS:
         laid_out = clone.object_patches.get(name)
         if isinstance(laid_out, LaidOut):
-            clone.add_object_patch(name, LaidOut(name, getattr(clone.model, name), clone.load_device, laid_out.line))
+            clone.add_object_patch(name, LaidOut(name, getattr(clone.model, name), laid_out.line))
 
 
 def _remove_own_methods(patcher: Any, *_: object) -> None:

@@ -155,7 +155,7 @@ def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock)
         tried.append(x.shape)
         raise torch.OutOfMemoryError("full")
 
-    laid_out = engine("host.model.vae").LaidOut("decode", decode, torch.device("cpu"), engine("messages.status").Line(None))
+    laid_out = engine("host.model.vae").LaidOut("decode", decode, engine("messages.status").Line(None))
     laid_out.channels_last = True
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
@@ -179,6 +179,14 @@ def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog, 
     assert torch.equal(ours.decode(latent), expected) and kernels.weights == before
     ours.decode(latent[..., :-1])
     assert (kernels.weights > before) == tried_again
+
+
+def test_the_device_that_the_latent_is_on_is_timed(engine, kernels, monkeypatch):
+    """Select VAE Device may come after this pack's node."""
+    module, timed = engine("host.model.vae"), []
+    monkeypatch.setattr(module, "seconds_when_done", lambda device: timed.append(device) or 0.0)
+    module.LaidOut("decode", lambda x: x, engine("messages.status").Line(None))(torch.zeros(1, 4, 4, 4, device="meta"))
+    assert timed == [torch.device("meta")] * 2
 
 
 def test_an_error_of_the_call_itself_gives_nothing_up(engine, kernels, clock):
