@@ -110,7 +110,15 @@ _NOWHERE = "code without a module"
 
 
 class OwnForward(functools.partial):
-    """A forward that this pack puts on a module for training or replays; to `given_forward` it is not another node's."""
+    """A forward that this pack puts on a module for training or replays; to `given_forward` it is not another node's.
+
+    Its arguments may be weak references to modules: where a module is copied with its forward, they are to the copies.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
+        modules = {id(arg): memo.get(id(arg())) for arg in self.args if isinstance(arg, weakref.ref)}
+        args = (arg if modules.get(id(arg)) is None else weakref.ref(modules[id(arg)]) for arg in self.args)
+        return type(self)(self.func, *args, **self.keywords)
 
 
 @functools.cache
@@ -119,8 +127,9 @@ def pack_of_file(file: str) -> str | None:
     path = os.path.normcase(os.path.abspath(file))
     if path.startswith(_host_roots()):
         return None
-    is_installed = any(f"{folder}{os.sep}" in path for folder in _INSTALLED)
     comfy, library = _comfy_folder(), os.path.dirname(_LIBRARY) + os.sep
+    # A folder of packs may lie in ComfyUI's, and ComfyUI's in a folder that is called so.
+    is_installed = any(f"{folder}{os.sep}" in path.removeprefix(comfy or "") for folder in ("custom_nodes", *_INSTALLED))
     # ComfyUI's own folders: comfy, comfy_extras and so on. A venv there may be called comfy-env.
     is_hosts = comfy is not None and (path.startswith(os.path.join(comfy, "comfy")) or os.path.dirname(path) == comfy)
     if (is_hosts or path.startswith(library)) and not is_installed:

@@ -1,5 +1,6 @@
 """Whose code something is."""
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -7,6 +8,7 @@ import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -56,6 +58,7 @@ def comfy(monkeypatch, tmp_path):
         "execution.py": None,
         "custom_nodes/a_pack/b.py": "a_pack",
         "venv/lib/python3.12/site-packages/other/b.py": "other",
+        "comfy_user/custom_nodes/a_pack/b.py": "a_pack",
         "comfy-env/lib/python3.12/site-packages/other/b.py": "other",
         "user/x.py": "x.py",
     }.items(),
@@ -64,6 +67,27 @@ def test_of_comfyuis_folder_only_its_own_code_is_the_hosts(engine, comfy, file, 
     ownership = engine("ownership")
     ownership.pack_of_file.cache_clear()
     assert ownership.pack_of_file(str(comfy / file)) == pack
+
+
+def test_a_folder_that_comfyui_is_in_may_be_called_as_that_of_packs(engine, comfy, monkeypatch):
+    ownership, inside = engine("ownership"), comfy / "custom_nodes" / "ComfyUI" / "comfy"
+    monkeypatch.setattr(sys.modules["comfy"], "__path__", [str(inside)])
+    ownership.pack_of_file.cache_clear()
+    assert ownership.pack_of_file(str(inside / "ops.py")) is None
+
+
+def test_the_copy_of_a_module_has_a_forward_of_its_own(engine):
+    """Trainers copy a model to average its weights."""
+    block = nn.Linear(1, 1)
+    forward = engine("ownership").OwnForward(
+        lambda reference, x: nn.functional.linear(x, reference().weight), weakref.ref(block)
+    )
+    block.__dict__["forward"] = forward
+    copied = copy.deepcopy(nn.Sequential(block))[0]
+    with torch.no_grad():
+        copied.weight.fill_(7)
+    assert copied(torch.ones(1)).item() == 7 and block(torch.ones(1)).item() == block.weight.item()
+    assert copy.deepcopy(forward).args == forward.args, "alone it is of the same module"
 
 
 Pair = namedtuple("Pair", "a b")
