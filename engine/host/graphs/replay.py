@@ -251,7 +251,7 @@ def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
     graphs.new_run(is_warming())
-    graphs.is_check_due = code_of(network).runs % RUNS_A_CHECK == 0
+    graphs.is_check_due |= code_of(network).runs % RUNS_A_CHECK == 0  # or of a graph captured last
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"

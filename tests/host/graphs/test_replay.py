@@ -369,3 +369,12 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
         assert step() == ["captured"], "as the plain call before it"
     assert step() == ["fast"], "they run plainly first"
     assert step() == ["captured", "fast"]
+
+
+def test_a_graph_that_was_captured_last_in_a_run_is_checked_in_the_next(flux):
+    network = flux.patcher.model.diffusion_model
+    graphs = flux.engine("cuda_graphs.capture").graphs_of(network)
+    flux.run(flux.attach(flux.patcher))
+    graphs.is_check_due = True
+    flux.engine("host.graphs.replay").new_run(network)
+    assert graphs.is_check_due
