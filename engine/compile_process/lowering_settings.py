@@ -25,12 +25,18 @@ def now(device: torch.device) -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None,
         "device": kind,
-        "card": [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)] if kind == "cuda" else None,
+        "card": _card(device) if kind == "cuda" else None,
         "threads": torch.get_num_threads() if kind == "cpu" else None,
         "precision": _precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
     }
+
+
+def _card(device: torch.device) -> list:
+    """What tells cards apart that need other code: AMD's have one name for several architectures."""
+    architecture = [torch.cuda.get_device_properties(device).gcnArchName] if torch.version.hip else []
+    return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *architecture]
 
 
 def _is_setting(variable: str) -> bool:

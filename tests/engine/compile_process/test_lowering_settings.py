@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,3 +52,16 @@ def test_they_go_over_and_what_is_for_one_graph_goes_back(engine, mode):
     finally:
         settings.set_for_process(found)
     assert settings.now(cpu) == found and torch_settings() == before
+
+
+def test_cards_of_one_name_and_other_architectures_have_other_code(engine, monkeypatch):
+    """AMD calls the GPUs of several of its processors "AMD Radeon Graphics"."""
+    settings, card = engine("compile_process.lowering_settings"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "AMD Radeon Graphics")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (11, 0))
+    found = []
+    for name in ("gfx1103", "gfx1150"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device, name=name: SimpleNamespace(gcnArchName=name))
+        found.append(settings.now(card))
+    assert found[0] != found[1]
