@@ -35,7 +35,6 @@ VAE_NODES = {"eager": None, "kjnodes": "TorchCompileVAE", "ours": KIT + "VAEChan
 # How many prompts count: decodes are short, trainings long.
 COUNTED = {"vae": 7, "controlnet": SETTLED, "training": 1}
 TRAINING_STEPS, TINY_TRAINING_STEPS, LATENTS = 12, 3, 4
-FLAGS = {"training": ("--disable-dynamic-vram",)}  # with dynamic VRAM nothing is compiled
 # Decodes in which VAE Channels Last may still be preparing and measuring; seconds between them.
 MEASURED_DECODES, BETWEEN_DECODES = 20, 1.0
 
@@ -71,7 +70,7 @@ class Parts(Table):
         model = f"{part.model}_small" if self.options.tiny else part.model
         self.make_files(model, () if part.part == "vae" else ("default",))
         about = {"kind": "part", "part": part.part, "setup": part.name, "model": model}
-        self.take_turns(about, part, variants, COUNTED[part.part], arguments=FLAGS.get(part.part, ()))
+        self.take_turns(about, part, variants, COUNTED[part.part])
 
     def nodes_of(self, of: Contender, info: dict, seed: int, kernel: str | None) -> dict:
         graph = Graph(info)

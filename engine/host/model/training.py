@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import comfy.model_patcher
 import torch
 from torch import nn
 
@@ -35,6 +36,8 @@ class Trained:
     threads: int = field(default_factory=torch.get_num_threads)
 
 
+# Under dynamic VRAM, weights of at most this part of the memory that is to be had are loaded as a whole for a training.
+MOST_OF_MEMORY = 1 / 3
 _trained: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
 
 
@@ -43,10 +46,21 @@ def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
     network = clone.model.diffusion_model
     if network is patcher.model.diffusion_model:
         return
+    _load_as_a_whole(clone)
     trained = _trained[network] = Trained(code_of(network), settings)
     for block in choose(blocks_of(network, settings), settings).compiled:
         if "forward" not in block.__dict__:
             block.__dict__["forward"] = OwnForward(_run_trained, trained, weakref.ref(block))
+
+
+def _load_as_a_whole(clone: Any) -> None:
+    """Keep a trainer's weights out of dynamic VRAM, where it leaves enough memory: no block can run compiled while its weights
+    come and go between forward and backward. The trainer asks for all of them on the GPU (`force_full_load`), as without
+    dynamic VRAM, and has loaded them as a patcher without it does (comfy/model_patcher.py, `clone`)."""
+    if type(clone) is not comfy.model_patcher.ModelPatcherDynamic or torch.is_inference_mode_enabled():
+        return  # not paged, or a copy for another GPU, for sampling
+    if clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):
+        clone.__class__ = comfy.model_patcher.ModelPatcher
 
 
 TRAINING = "Training: "  # begins each note on a trainer's calls
@@ -61,8 +75,8 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
         return (
-            f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM they always are: start ComfyUI "
-            "with --disable-dynamic-vram to train compiled, if all weights fit into VRAM."
+            f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM those are that take more than a "
+            "third of it: start ComfyUI with --disable-dynamic-vram to train compiled, if all weights fit into VRAM."
         )
     total = total_of(trained.code.groups.values())
     if total.graph_breaks:

@@ -4,6 +4,7 @@ import inspect
 import re
 import textwrap
 
+import comfy.model_patcher
 import pytest
 import torch
 from patch_kinds.weights import quantised
@@ -216,6 +217,27 @@ def test_with_weights_elsewhere_blocks_run_uncompiled_and_it_is_said(flux, engin
     with pytest.raises(TypeError):
         block()
     assert compiled_groups
+
+
+@pytest.mark.parametrize(
+    "free, samples, paged",
+    {"much memory": (4, False, False), "little memory": (2, False, True), "a copy for another GPU": (4, True, True)}.values(),
+)
+def test_a_trainers_model_is_kept_out_of_dynamic_vram_where_it_leaves_memory(flux, monkeypatch, free, samples, paged):
+    patcher = comfy.model_patcher.ModelPatcher
+
+    class Paged(patcher):
+        """A CPU has no dynamic VRAM."""
+
+        def get_free_memory(self, _device):
+            return free * self.model_size()
+
+    monkeypatch.setattr(comfy.model_patcher, "ModelPatcherDynamic", Paged)
+    compiled = flux.attach(flux.patcher)
+    compiled.__class__ = Paged
+    with torch.inference_mode(samples):
+        again = compiled.clone(force_deepcopy=True)
+    assert type(again) is (Paged if paged else patcher) and type(compiled) is type(compiled.clone()) is Paged
 
 
 def test_only_the_last_training_is_told(flux):
