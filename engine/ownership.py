@@ -112,12 +112,13 @@ _NOWHERE = "code without a module"
 class OwnForward(functools.partial):
     """A forward that this pack puts on a module for training or replays; to `given_forward` it is not another node's.
 
-    Its arguments may be weak references to modules: where a module is copied with its forward, they are to the copies.
+    Its arguments may be weak references to modules: where a module is copied with its forward, they are to the copies. Other
+    arguments are shared.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
-        modules = {id(arg): memo.get(id(arg())) for arg in self.args if isinstance(arg, weakref.ref)}
-        args = (arg if modules.get(id(arg)) is None else weakref.ref(modules[id(arg)]) for arg in self.args)
+        are_copied = [isinstance(arg, weakref.ref) and id(arg()) in memo for arg in self.args]
+        args = (weakref.ref(memo[id(arg())]) if copied else arg for arg, copied in zip(self.args, are_copied, strict=True))
         return type(self)(self.func, *args, **self.keywords)
 
 
@@ -129,7 +130,8 @@ def pack_of_file(file: str) -> str | None:
         return None
     comfy, library = _comfy_folder(), os.path.dirname(_LIBRARY) + os.sep
     # A folder of packs may lie in ComfyUI's, and ComfyUI's in a folder that is called so.
-    is_installed = any(f"{folder}{os.sep}" in path.removeprefix(comfy or "") for folder in ("custom_nodes", *_INSTALLED))
+    is_packs = f"custom_nodes{os.sep}" in path.removeprefix(comfy or "")
+    is_installed = is_packs or any(f"{folder}{os.sep}" in path for folder in _INSTALLED)
     # ComfyUI's own folders: comfy, comfy_extras and so on. A venv there may be called comfy-env.
     is_hosts = comfy is not None and (path.startswith(os.path.join(comfy, "comfy")) or os.path.dirname(path) == comfy)
     if (is_hosts or path.startswith(library)) and not is_installed:

@@ -519,9 +519,6 @@ class ModelGraphs:
         self._free_graphs()
         self.seen.clear()
         self._pool = None
-        for _model, others in graphs_of.items():
-            if others is not self and others.model.device == self.model.device:
-                others.drop()  # of models that do not run
         self._fails(key, reason)
 
     def _fails(self, key: Hashable, reason: str) -> None:

@@ -1,68 +1,98 @@
-"""The memory that CUDA graphs hold: free it where the host's models need it.
+"""The memory that CUDA graphs hold: free it where the host's models need it, and free others' where a capture does.
 
-A graph keeps the memory that its call computes in (SDXL at batch 1: 0.8 GiB), also while its model does not run. PyTorch counts
-most of that as free, and dynamic VRAM does not run out of memory: it would stream the weights of other models instead.
+A graph keeps the memory that its call computes in (SDXL at batch 1: 0.6 GiB), also while its model does not run, and PyTorch
+counts most of that as free. With cudaMallocAsync it is the driver's, for which dynamic VRAM gives no page up: pages of models
+that do not run fill the card, so a capture fails, and a replay where the driver has given the memory to others meanwhile. Where
+graphs leave too little memory for pages nothing fails: weights are streamed.
 """
 
 import functools
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
 import torch
-from comfy.patcher_extension import WrappersMP
 
-from ...cuda_graphs.capture import graphs_of
+from ...cuda_graphs.capture import ModelGraphs, graphs_of
+from ...failures.describe import in_one_line
+from ...log import logger
 from ...ownership import is_ours
-from ..adapter import KEY
 from ..weights.blocks import Loaded
 
 
 def is_short_of_memory(device: torch.device) -> bool:
-    """Whether less than a quarter of a card's memory is left beside the models in use."""
+    """Whether less than a quarter of a card's memory is left beside the models that run."""
     return device.type == "cuda" and _free_beside_models(device) < torch.cuda.mem_get_info(device)[1] / 4
 
 
-def _free_beside_models(device: torch.device | None) -> float:
-    """Bytes that are free once all weights of the models in use are in memory.
-
-    Pages of dynamic VRAM count as free, as models that are not in use give them up, and weights in pages as used. What PyTorch
-    keeps for itself counts as used: it may be a graph's.
-    """
-    if device is None or device.type != "cuda":
+def _free_beside_models(device: torch.device) -> float:
+    """Bytes that are free once the weights of the models that are sampled are in memory, as pages of others can be taken."""
+    if device.type != "cuda":
         return math.inf
     free = torch.cuda.mem_get_info(device)[0]
-    if not comfy.memory_management.aimdo_enabled:
-        return free
-    import comfy_aimdo.model_vbar
-
-    paged = (model for model in _in_use(device) if model.is_dynamic())
-    return free + comfy_aimdo.model_vbar.vbars_analyze(device.index) - sum(model.model_size() for model in paged)
-
-
-def _in_use(device: torch.device) -> list[comfy.model_patcher.ModelPatcher]:
-    """The patchers that the host has loaded last."""
-    loaded = comfy.model_management.current_loaded_models
-    return [one.model for one in loaded if one.currently_used and one.device == device and one.model is not None]
+    for patcher, pages, runs in _loaded(device):
+        if pages is not None and not runs:
+            free += pages.loaded_size()
+        elif pages is not None and hasattr(patcher.model, "diffusion_model"):  # a text encoder runs once
+            free += pages.loaded_size() - pages.offset
+    return free
 
 
+def _loaded(device: torch.device) -> Iterator[tuple[Any, Any, bool]]:
+    """The patchers that the host has loaded, each with its pages of dynamic VRAM, or None, and whether it runs: a guider of two
+    models loads them one after the other, and what decodes a preview comes between."""
+    for one in comfy.model_management.current_loaded_models:
+        patcher = one.model
+        if patcher is not None and one.device == device:
+            runs = one.currently_used or getattr(patcher.model, "current_patcher", None) is not None
+            yield patcher, getattr(patcher.model, "dynamic_vbars", {}).get(device), runs
+
+
+def _idle_graphs(device: torch.device) -> list[ModelGraphs]:
+    """Those of models that do not run. A ControlNet's patcher holds the network itself."""
+    running = [getattr(patcher.model, "diffusion_model", patcher.model) for patcher, _pages, runs in _loaded(device) if runs]
+    of_device = [(network, graphs) for network, graphs in graphs_of.items() if graphs.graphs and graphs.model.device == device]
+    return [graphs for network, graphs in of_device if not any(network is other for other in running)]
+
+
+def _never_fails(function: Callable[..., None]) -> Callable[..., None]:
+    """Without the memory a prompt goes on."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            logger.warning("the memory of CUDA graphs: %s", in_one_line(error))
+
+    return run
+
+
+@_never_fails
 def make_room(loaded: Loaded, inputs: tuple) -> None:
-    """Have the host take memory from models that do not run, for the capture of a call; the first tensor of `inputs` is the
-    latent.
-
-    With cudaMallocAsync a graph's memory is the driver's: dynamic VRAM gives no page up for it, and pages of other models fill
-    the card. A graph is no larger than the host's estimate of what a call needs (comfy/model_base.py, `memory_required`).
-    """
-    if loaded.device.type != "cuda":
+    """Free memory for the capture of a call, or a replay: what PyTorch keeps for itself, pages and graphs of models that do not
+    run; the first tensor of `inputs` is the latent. A graph is no larger than the host's estimate of what a call needs
+    (comfy/model_base.py, `memory_required`)."""
+    device = loaded.device
+    if device.type != "cuda":
         return
-    management = comfy.model_management
     estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
     shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
-    needed = management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
-    if torch.cuda.mem_get_info(loaded.device)[0] < needed:
-        in_use = [one for one in management.current_loaded_models if one.currently_used]
-        management.free_memory(needed, loaded.device, keep_loaded=in_use)
+    needed = comfy.model_management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
+
+    def lack() -> float:
+        return needed - torch.cuda.mem_get_info(device)[0]
+
+    if lack() > 0:
+        comfy.model_management.soft_empty_cache()
+    for _patcher, pages, runs in _loaded(device):
+        if pages is not None and not runs and (bytes_lacking := lack()) > 0:
+            pages.free_memory(min(bytes_lacking, pages.loaded_size()))
+    for graphs in _idle_graphs(device):
+        if lack() > 0:
+            graphs.drop()
 
 
 def watch_unloading() -> None:
@@ -105,20 +135,14 @@ def watch_unloading() -> None:
     watch(management, "load_models_gpu", management.load_models_gpu, _drop_of_idle)
 
 
-def _drop_of_idle(_result, _models, memory_required: float = 0, *_args, **_kwargs) -> None:
-    """Drop graphs that hold memory which the models lack that have just been loaded: graphs of other models, and of those that
-    run without our node now."""
+@_never_fails
+def _drop_of_idle(_result, models=(), memory_required: float = 0, *_args, **_kwargs) -> None:
+    """Drop graphs of models that do not run, where the ones that have just been loaded lack the memory."""
     required = max(memory_required, comfy.model_management.minimum_inference_memory())
-    with_graphs = [(network, graphs) for network, graphs in graphs_of.items() if graphs.graphs]
-    for device in {graphs.model.device for _network, graphs in with_graphs}:
-        if _free_beside_models(device) < required:
-            kept = [*map(_compiled_network, _in_use(device))]
-            for network, graphs in with_graphs:
-                if graphs.model.device == device and not any(network is other for other in kept):
+    for device in {patcher.load_device for patcher in models}:
+        idle = _idle_graphs(device)
+        if idle and _free_beside_models(device) < required:
+            comfy.model_management.soft_empty_cache()
+            if _free_beside_models(device) < required:
+                for graphs in idle:
                     graphs.drop()
-
-
-def _compiled_network(patcher: comfy.model_patcher.ModelPatcher) -> object | None:
-    """What may have graphs: a ControlNet's patcher holds the network itself, and has no wrapper of ours."""
-    network = getattr(patcher.model, "diffusion_model", patcher.model)
-    return network if network is patcher.model or patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) else None

@@ -1,6 +1,7 @@
 """CUDA graphs of a model that the host unloads, or whose memory other models need."""
 
 import gc
+from types import SimpleNamespace
 
 import comfy.model_management
 import comfy.model_patcher
@@ -80,16 +81,6 @@ def test_those_of_an_idle_model_go_when_the_loaded_one_lacks_memory(flux, other,
     assert not graphs(flux)
 
 
-def test_those_of_a_model_without_the_node_go_when_it_lacks_memory(flux, free):
-    flux.run(flux.attach(flux.patcher))
-    free(1e12)
-    flux.run(flux.patcher)
-    assert graphs(flux)
-    free(0)
-    flux.run(flux.patcher)
-    assert not graphs(flux)
-
-
 def test_those_of_a_loaded_controlnet_stay(flux, free):
     """A ControlNet's patcher holds the network itself (comfy/controlnet.py)."""
     flux.run(flux.attach(flux.patcher))
@@ -99,72 +90,108 @@ def test_those_of_a_loaded_controlnet_stay(flux, free):
     assert graphs(flux)
 
 
-def test_those_of_others_go_when_a_capture_lacks_memory(flux, other, engine, monkeypatch):
-    flux.run(flux.attach(flux.patcher))
+class Pages:
+    """What dynamic VRAM holds of a model."""
 
-    def capture(self, key, *_args):
-        return self._ran_out_of_memory(key, "out of memory")
+    def __init__(self, loaded, size, card):
+        self.offset, self._loaded, self._card = size, loaded, card
 
-    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_capture", capture)
-    other.run(other.attach(other.patcher))
-    assert not graphs(flux) and not graphs(other)
+    def loaded_size(self):
+        return self._loaded
+
+    def free_memory(self, count):
+        self._loaded -= count
+        self._card.free += count
 
 
-@pytest.mark.parametrize("enabled, expected", [(True, 100 + 50 - 30), (False, 100)])
-def test_pages_count_as_free_and_the_weights_in_use_that_are_paged_as_used(enabled, expected, engine, monkeypatch):
-    import comfy.memory_management
-    import comfy_aimdo.model_vbar
+class Card:
+    """Memory of a card, with the models that the host has loaded there."""
 
-    class Patcher:
-        def __init__(self, size, dynamic):
-            self.model_size, self.is_dynamic = lambda: size, lambda: dynamic
+    device = torch.device("cuda", 0)
 
-    class Loaded:
-        device = torch.device("cuda", 0)
+    def __init__(self, monkeypatch, free, cached=0):
+        self.free, self._cached, self.loaded = free, cached, []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (self.free, 480))
+        monkeypatch.setattr(comfy.model_management, "minimum_inference_memory", lambda: 50)
+        monkeypatch.setattr(comfy.model_management, "soft_empty_cache", self.empty_cache)
+        monkeypatch.setattr(comfy.model_management, "current_loaded_models", self.loaded)
 
-        def __init__(self, used, *model):
-            self.currently_used, self.model = used, Patcher(*model)
-            self.real_model = lambda: self.model
+    def empty_cache(self):
+        self.free, self._cached = self.free + self._cached, 0
 
-    loaded = [Loaded(True, 30, True), Loaded(True, 1000, False), Loaded(False, 2000, True)]
-    monkeypatch.setattr(comfy.model_management, "current_loaded_models", loaded)
-    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", enabled)
-    monkeypatch.setattr(comfy_aimdo.model_vbar, "vbars_analyze", lambda _index: 50)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 480))
-    memory = engine("host.graphs.memory")
-    assert memory._free_beside_models(Loaded.device) == expected
-    assert memory.is_short_of_memory(Loaded.device) == (expected < 480 / 4)
+    def load(self, loaded, size, runs=False, sampled=False, kind="diffusion_model"):
+        """A model of which `loaded` bytes are in pages; None: it has none."""
+        pages = None if loaded is None else Pages(loaded, size, self)
+        model = SimpleNamespace(dynamic_vbars={self.device: pages}, current_patcher=True if sampled else None)
+        setattr(model, kind, torch.nn.Identity())
+        patcher = SimpleNamespace(model=model, load_device=self.device)
+        about = {"currently_used": runs, "model": patcher, "device": self.device, "real_model": lambda: model}
+        self.loaded.append(SimpleNamespace(**about))
+        return pages, patcher
+
+    def capture(self, patcher, engine):
+        """A model that runs has a graph."""
+        graphs = engine("cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
+        graphs.model.device, graphs.graphs["key"] = self.device, "graph"
+        return graphs.graphs
+
+
+MODELS = {
+    "its pages are not there yet": (dict(loaded=10, size=30, runs=True), 100 + 10 - 30),
+    "sampled, though another was loaded after it": (dict(loaded=10, size=30, sampled=True), 100 + 10 - 30),
+    "idle": (dict(loaded=10, size=30), 100 + 10),
+    "a text encoder": (dict(loaded=10, size=30, runs=True, kind="encoder"), 100),
+    "without dynamic VRAM": (dict(loaded=None, size=30, runs=True), 100),
+}
+
+
+@pytest.mark.parametrize("about, expected", MODELS.values(), ids=MODELS)
+def test_what_is_free_beside_the_models_that_run(about, expected, engine, monkeypatch):
+    card, memory = Card(monkeypatch, free=100), engine("host.graphs.memory")
+    card.load(**about)
+    assert memory._free_beside_models(card.device) == expected
+    assert memory.is_short_of_memory(card.device) == (expected < 480 / 4)
     assert not memory.is_short_of_memory(torch.device("cpu"))
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """A card with 100 bytes free, of which the host keeps 50; what the host is asked to free."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 480))
-    monkeypatch.setattr(comfy.model_management, "minimum_inference_memory", lambda: 50)
-    monkeypatch.setattr(comfy.model_management, "free_memory", lambda *args, keep_loaded: asked.append((*args, keep_loaded)))
-    return asked
+@pytest.mark.parametrize("cached, stays", [(0, False), (30, True)], ids=["all is in use", "PyTorch keeps memory"])
+def test_graphs_of_idle_models_go_for_one_that_is_loaded(cached, stays, engine, monkeypatch):
+    card, memory = Card(monkeypatch, free=70, cached=cached), engine("host.graphs.memory")
+    idle, loaded = card.load(10, 10)[1], card.load(0, 20, runs=True)[1]
+    graphs, others = card.capture(idle, engine), card.capture(loaded, engine)
+    memory._drop_of_idle(None, models=[loaded], memory_required=80)
+    assert bool(graphs) == stays and others
 
 
-@pytest.mark.parametrize("estimate, expected", [(49, []), (51, [101]), (None, [])])
-def test_models_that_do_not_run_make_room_for_a_capture(estimate, expected, card, engine, monkeypatch):
-    class Model:
-        def memory_required(self, shape):
-            assert shape == (2, 4, 8, 8)
-            return estimate
+ESTIMATES = {
+    "there is room": (50, (100, 40, 20, 1)),
+    "in what PyTorch keeps": (55, (105, 40, 20, 1)),
+    "in pages of another model": (80, (130, 15, 20, 1)),
+    "in a graph of another model": (200, (145, 0, 20, 0)),
+    "a ControlNet does not tell": (None, (100, 40, 20, 1)),
+}
 
-    class Loaded:
-        def __init__(self, used):
-            self.currently_used = used
 
-    loaded = [Loaded(True), Loaded(False)]
-    monkeypatch.setattr(comfy.model_management, "current_loaded_models", loaded)
-    network, device = torch.nn.Identity(), torch.device("cuda", 0)
-    model = network if estimate is None else Model()  # a ControlNet says nothing of what it needs
-    of_host = engine("host.weights.blocks").Loaded(model, network, torch.float16, device)
-    engine("host.graphs.memory").make_room(of_host, (None, torch.zeros(2, 4, 8, 8), torch.zeros(2)))
-    assert card == [(needed, device, loaded[:1]) for needed in expected]
-    current = of_host._replace(device=torch.device("cpu"))
-    engine("host.graphs.memory").make_room(current, (torch.zeros(2, 4, 8, 8),))
-    assert len(card) == len(expected)
+@pytest.mark.parametrize("estimate, expected", ESTIMATES.values(), ids=ESTIMATES)
+def test_models_that_do_not_run_make_room_for_a_capture(estimate, expected, engine, monkeypatch):
+    card = Card(monkeypatch, free=100, cached=5)
+    pages, idle = card.load(40, 60)
+    own, _patcher = card.load(20, 20, sampled=True)
+    graphs, inputs = card.capture(idle, engine), (None, torch.zeros(2, 4, 8, 8), torch.zeros(2))
+    network = torch.nn.Identity()
+    model = network if estimate is None else SimpleNamespace(memory_required={(2, 4, 8, 8): estimate}.__getitem__)
+    loaded = engine("host.weights.blocks").Loaded(model, network, torch.float16, card.device)
+    make_room = engine("host.graphs.memory").make_room
+    make_room(loaded._replace(device=torch.device("cpu")), inputs)
+    assert card.free == 100
+    make_room(loaded, inputs)
+    assert (card.free, pages.loaded_size(), own.loaded_size(), len(graphs)) == expected
+
+
+def test_a_pack_that_answers_in_another_way_ends_no_prompt(engine, monkeypatch, caplog):
+    card, memory = Card(monkeypatch, free=0), engine("host.graphs.memory")
+    monkeypatch.setattr(comfy.model_management, "minimum_inference_memory", lambda: None)
+    network = torch.nn.Identity()
+    memory.make_room(engine("host.weights.blocks").Loaded(network, network, torch.float16, card.device), ())
+    memory._drop_of_idle(None, memory_required=None)
+    assert caplog.text.count("the memory of CUDA graphs: TypeError") == 2
