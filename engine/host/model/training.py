@@ -22,6 +22,7 @@ from ...messages.report import total_of
 from ...ownership import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler
+from ..weights.placement import EvenLoad, overridden
 from .network_calls import raise_if_interrupted
 
 
@@ -57,7 +58,8 @@ def _load_as_a_whole(clone: Any) -> None:
     """Keep a trainer's weights out of dynamic VRAM, where it leaves enough memory: no block can run compiled while its weights
     come and go between forward and backward. The trainer asks for all of them on the GPU (`force_full_load`), as without
     dynamic VRAM, and has loaded them as a patcher without it does (comfy/model_patcher.py, `clone`)."""
-    if type(clone) is not comfy.model_patcher.ModelPatcherDynamic or torch.is_inference_mode_enabled():
+    paged = comfy.model_patcher.ModelPatcherDynamic
+    if type(clone) not in (paged, overridden(paged, EvenLoad)) or torch.is_inference_mode_enabled():
         return  # not paged, or a copy for another GPU, for sampling
     if clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):
         clone.__class__ = comfy.model_patcher.ModelPatcher

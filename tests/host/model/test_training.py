@@ -3,6 +3,7 @@
 import inspect
 import re
 import textwrap
+from types import SimpleNamespace
 
 import comfy.model_patcher
 import pytest
@@ -219,25 +220,44 @@ def test_with_weights_elsewhere_blocks_run_uncompiled_and_it_is_said(flux, engin
     assert compiled_groups
 
 
+def under_dynamic_vram(runs, monkeypatch, free):
+    """The host's patcher of dynamic VRAM, which does not page on a CPU; `free`: memory, as a multiple of the model's."""
+    import comfy_aimdo.host_buffer
+
+    class Paged(comfy.model_patcher.ModelPatcherDynamic):
+        def __new__(cls, *_args, **_kwargs):
+            return object.__new__(cls)
+
+        def get_free_memory(self, _device):
+            return free * self.model_size()
+
+    monkeypatch.setattr(comfy_aimdo.host_buffer, "HostBuffer", lambda *_sizes: SimpleNamespace(size=0))
+    monkeypatch.setattr(comfy.model_patcher, "ModelPatcherDynamic", Paged)
+    hosts, weights = runs.patcher, runs.patcher.cached_patcher_init
+    runs.patcher = Paged(hosts.model, hosts.load_device, hosts.offload_device)
+    runs.patcher.cached_patcher_init = weights
+
+
 @pytest.mark.parametrize(
     "free, samples, paged",
     {"much memory": (4, False, False), "little memory": (2, False, True), "a copy for another GPU": (4, True, True)}.values(),
 )
 def test_a_trainers_model_is_kept_out_of_dynamic_vram_where_it_leaves_memory(flux, monkeypatch, free, samples, paged):
-    patcher = comfy.model_patcher.ModelPatcher
-
-    class Paged(patcher):
-        """A CPU has no dynamic VRAM."""
-
-        def get_free_memory(self, _device):
-            return free * self.model_size()
-
-    monkeypatch.setattr(comfy.model_patcher, "ModelPatcherDynamic", Paged)
+    under_dynamic_vram(flux, monkeypatch, free)
     compiled = flux.attach(flux.patcher)
-    compiled.__class__ = Paged
     with torch.inference_mode(samples):
         again = compiled.clone(force_deepcopy=True)
-    assert type(again) is (Paged if paged else patcher) and type(compiled) is type(compiled.clone()) is Paged
+    assert (again.is_dynamic(), compiled.is_dynamic(), compiled.clone().is_dynamic()) == (paged, True, True)
+
+
+def test_a_model_that_dynamic_vram_would_page_trains_compiled(flux, monkeypatch, compiled_groups):
+    expected = train(flux.attach(flux.patcher, backend="eager"), flux, False)
+    compiled_groups.clear()
+    under_dynamic_vram(flux, monkeypatch, free=4)
+    compiled = flux.attach(flux.patcher, backend="eager")
+    assert max(far(train(compiled, flux, False), expected)) < 1e-6
+    check_groups(compiled_groups, 2)
+    assert "Training: blocks run compiled, forwards and backwards." in flux.engine("host.model.attach").notes_about(compiled)
 
 
 def test_only_the_last_training_is_told(flux):
