@@ -61,7 +61,9 @@ def _load_as_a_whole(clone: Any) -> None:
     paged = comfy.model_patcher.ModelPatcherDynamic
     if type(clone) not in (paged, overridden(paged, EvenLoad)) or torch.is_inference_mode_enabled():
         return  # not paged, or a copy for another GPU, for sampling
-    if clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):
+    # In a process with dynamic VRAM weights keep the file's dtype when they are loaded, also where the model has another one.
+    is_of_its_dtype = {p.dtype for p in clone.model.diffusion_model.parameters()} == {clone.model_dtype()}
+    if is_of_its_dtype and clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):
         clone.__class__ = comfy.model_patcher.ModelPatcher
 
 

@@ -239,11 +239,17 @@ def under_dynamic_vram(runs, monkeypatch, free):
 
 
 @pytest.mark.parametrize(
-    "free, samples, paged",
-    {"much memory": (4, False, False), "little memory": (2, False, True), "a copy for another GPU": (4, True, True)}.values(),
+    "free, samples, dtype, paged",
+    {
+        "much memory": (4, False, torch.float32, False),
+        "little memory": (2, False, torch.float32, True),
+        "a copy for another GPU": (4, True, torch.float32, True),
+        "a file in another dtype": (4, False, torch.bfloat16, True),
+    }.values(),
 )
-def test_a_trainers_model_is_kept_out_of_dynamic_vram_where_it_leaves_memory(flux, monkeypatch, free, samples, paged):
+def test_a_trainers_model_is_kept_out_of_dynamic_vram_where_it_leaves_memory(flux, monkeypatch, free, samples, dtype, paged):
     under_dynamic_vram(flux, monkeypatch, free)
+    monkeypatch.setattr(comfy.model_patcher.ModelPatcherDynamic, "model_dtype", lambda _patcher: dtype)
     compiled = flux.attach(flux.patcher)
     with torch.inference_mode(samples):
         again = compiled.clone(force_deepcopy=True)
