@@ -21,6 +21,7 @@ NAMES = {
     "wan22": "Wan 2.2 14B pair with a LoRA (12 of 40 blocks), 832x480x81",
     "qwen_edit": "Qwen-Image-Edit 20B with two references (20 of 60 blocks), 1024x1024",
     "sdxl": "SDXL, 1024x1024, cfg 5",
+    "sdxl_refined": "SDXL and a second SDXL as its refiner, 1024x1024",
     "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",
     "sd15": "SD 1.5, 512x512, cfg 5",
 }

@@ -99,6 +99,7 @@ FULL = (
 )
 VIDEO = (Prompt("first video"), Prompt("next seed"), Prompt("new size", other_size=True), Prompt("next", other_size=True))
 SHORT = (Prompt("first image"), Prompt("next seed"), Prompt("next"))
+FEW = (*SHORT, Prompt("LoRA on", lora=0.8), Prompt("LoRA off"), Prompt("next"), Prompt("once more"))
 PATCHED = (
     *SHORT,
     Prompt("patch on", patched=True),
@@ -115,6 +116,7 @@ class Session:
         model: in models.py, if it is not the session's name.
         few_steps: with a LoRA for few steps on in all prompts, and cfg 1.
         patch: the node of another pack, or of the host, that patches the model in prompts that are `patched`; its inputs.
+        refined: each image is sampled again by a second model of the same kind, as by SDXL's refiner; steps are of that one.
     """
 
     steps: int
@@ -124,6 +126,7 @@ class Session:
     model: str | None = None
     few_steps: bool = False
     patch: tuple[str, dict] | None = None
+    refined: bool = False
 
 
 SESSIONS = {
@@ -138,12 +141,14 @@ SESSIONS = {
     "sdxl_image_prompt": Session(25, PATCHED, model="sdxl", patch=("SessionImagePrompt", {})),
     "flux_nag": Session(20, PATCHED, model="flux", patch=("NAGuidance", {})),
     "flux_override": Session(20, PATCHED, model="flux", patch=("SessionAttention", {"kernel": "CUDNN_ATTENTION"})),
+    "sdxl_refined": Session(20, FEW, model="sdxl", refined=True),
     "flux_wide": Session(50, other_tokens=256),  # so many steps that compiling is worth while
     "sdxl_wide": Session(60, other_tokens=154),
     "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
     "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
     "klein_small": Session(4, other_size=(320, 192), other_tokens=600),
     "sdxl_image_prompt_small": Session(4, PATCHED, model="sdxl_small", patch=("SessionImagePrompt", {})),
+    "sdxl_refined_small": Session(4, SHORT, model="sdxl_small", refined=True),
     "sdxl_lightning_small": Session(4, other_size=(320, 192), other_tokens=154, model="sdxl_small", few_steps=True),
     "wan_small": Session(4, VIDEO, other_size=(192, 96)),
 }
@@ -243,12 +248,17 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
         patcher = made.add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=cfg, **text)
     sampling = {"seed": 1000 + number, "steps": session.steps, "cfg": cfg, "denoise": 1.0}
     sampling |= {"sampler_name": "euler", "scheduler": "simple"}
-    made.save(name, made.add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling))
+    samples = made.add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling)
+    if session.refined:
+        refiner = made.compile("compile refiner", made.load("refiner", name, weights, REFINER), variant, settings)
+        samples = made.add("refine", "KSampler", model=refiner, latent_image=samples, **text, **{**sampling, "denoise": 0.5})
+    made.save(name, samples)
     return made.nodes
 
 
 # Channels of a latent -> the node that makes an empty one.
 EMPTY_LATENTS = {4: "EmptyLatentImage", 16: "EmptySD3LatentImage", 128: "EmptyFlux2LatentImage"}
+REFINER = "_refiner"  # what follows the model's name in the name of the second model's file
 GGUF_LOADER, GGUF_PACK = "UnetLoaderGGUF", "gguf-pack"  # of ComfyUI-GGUF, and its link
 
 
@@ -393,6 +403,12 @@ class Bench:
         except subprocess.TimeoutExpired:
             raise OutOfTimeError from None
 
+    def make_refiner(self, model: str) -> None:
+        """The second model of a session has the weights of the first, in a file of its own."""
+        for file in (self.base / "models" / "diffusion_models").glob(f"{model}.*"):
+            file.with_name(f"{model}{REFINER}{file.suffix}").unlink(missing_ok=True)
+            os.link(file, file.with_name(f"{model}{REFINER}{file.suffix}"))
+
     def delete_files(self, model: str) -> None:
         """Remove a model's weights where the command says so."""
         for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*") if self.options.delete else ():
@@ -402,6 +418,8 @@ class Bench:
         """A model's session with each number of cores and cache."""
         file = SESSIONS[model].model or model
         self.make_files(file, [self.options.weights])
+        if SESSIONS[model].refined:
+            self.make_refiner(file)
         for cores in self.options.cores:
             for cache in self.options.caches:
                 self.session(model, cache, cores)
