@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import types
 import uuid
 import weakref
@@ -591,11 +592,13 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
 
 
 _MARK = "torch_compile_kit_foreign"
+_of_thread = threading.local()
 
 
 @contextmanager
 def errors_marked() -> Iterator[None]:
     """Call other packs' code outside of graphs, under the settings from before ours; mark its errors for `is_of_another`."""
+    _of_thread.depth = depth_of_foreign() + 1
     try:
         with compile_scope.suspended():
             yield
@@ -603,6 +606,13 @@ def errors_marked() -> Iterator[None]:
         with suppress(Exception):
             error.__dict__[_MARK] = True
         raise
+    finally:
+        _of_thread.depth -= 1
+
+
+def depth_of_foreign() -> int:
+    """In how many contexts of `errors_marked` this thread is."""
+    return getattr(_of_thread, "depth", 0)
 
 
 def is_of_another(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from ..background.model_call import ModelCall
 from ..log import logger
+from ..ownership import depth_of_foreign
 from ..torch_compat import private
 from ..torch_settings import SharedScope, compile_scope
 from ..transformer_options.outside import HOLDER
@@ -182,6 +183,7 @@ class CompileSession:
         sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
         is_held: the lock of `hold`.
         has_run: a graph has run.
+        depth: `depth_of_foreign` where the call was made.
     """
 
     block: str
@@ -195,6 +197,7 @@ class CompileSession:
     sources: list[str] | None = None
     is_held: bool = False
     has_run: bool = False
+    depth: int = field(default_factory=depth_of_foreign)
     _began: float = 0.0
     _scopes: ExitStack = field(default_factory=ExitStack)
 
@@ -270,9 +273,11 @@ monitor = _Monitor()
 
 
 def _is_compilation(args: object) -> bool:
-    """Whether a callback is for a compilation: from 2.8 on there is one also for tuning a kernel or recording a CUDA graph."""
+    """Whether a callback is for a compilation of ours: from 2.8 on there is one also for tuning a kernel or recording a CUDA
+    graph, and other packs' code that a block calls may be compiled by itself, for their settings."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
-    return bool(monitor.calls) and trigger in ("DYNAMO", "LAZY_BACKWARD")
+    is_ours = bool(monitor.calls) and monitor.calls[-1].depth == depth_of_foreign()
+    return is_ours and trigger in ("DYNAMO", "LAZY_BACKWARD")
 
 
 def _on_compile_start(args: object = None) -> None:

@@ -22,7 +22,7 @@ def events(engine):
 def told(events):
     """What a call in progress on this thread has been told."""
     seen = []
-    session = types.SimpleNamespace(block="Block", start=lambda: seen.append("start"), end=lambda: seen.append("end"))
+    session = types.SimpleNamespace(block="Block", depth=0, start=lambda: seen.append("start"), end=lambda: seen.append("end"))
     events.monitor.calls.append(session)
     yield seen
     events.monitor.calls.remove(session)
@@ -45,6 +45,19 @@ def test_what_pytorch_compiles_in_a_call_of_ours_is_counted_once(events, told):
     for _ in range(2):
         compiled(torch.ones(2))
     assert told == ["start", "end"] and events.monitor.compilations == before + 1
+
+
+def test_what_a_patch_compiles_for_itself_is_not_ours(events, told, engine):
+    """It would be compiled with our settings: for sizes that vary where the pack wants one."""
+    before, seen = events.monitor.compilations, []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: seen.append(inputs) or graph, dynamic=False)
+    with engine("ownership").errors_marked():
+        for size in (2, 3):
+            compiled(torch.ones(size))
+    assert told == [] and events.monitor.compilations == before
+    assert [[value.shape for value in inputs] for inputs in seen] == [[(2,)], [(3,)]]
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert told == ["start", "end"], "after it they are ours again"
 
 
 def test_compilations_of_others_are_not_ours(events):
