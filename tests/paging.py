@@ -24,6 +24,7 @@ class Pages:
         self._signatures: dict[str, int] = {}  # of what is in memory; an `id` could be that of a page taken away before
         self.resident: set[str] = set()
         self.pinned = 0
+        self.limits = [0]  # up to where nobody may take pages, in bytes; the last one holds
         self.faults = 0
         self.layers = {
             name: layer
@@ -51,6 +52,9 @@ class Pages:
         """Up to which page of 32 MiB there is room."""
         end = max(at + size for at, size in self.places.values())
         return -(-end // 2**25) if self.resident == set(self.layers) else 0
+
+    def set_watermark_limit(self, size: int) -> None:
+        self.limits.append(size)
 
     def within(self, allocation) -> list[str]:
         """The layers whose pages are in an allocation, which may be that of one layer or of many."""

@@ -369,7 +369,7 @@ class ModelGraphs:
         kwargs: dict,
         fixed: dict,
         keep: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
-        make_room: Callable[[], object] = lambda: None,
+        make_room: Callable[[], bool] = lambda: True,
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
         lacks_trace: Callable[[], bool] = lambda: False,
@@ -383,7 +383,8 @@ class ModelGraphs:
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: keeps the weights in place; yields whether all are where the graphs expect them.
-            make_room: has memory freed for what the call computes; called before a capture, and where a replay lacks memory.
+            make_room: has memory freed for what the call computes, and tells whether there is enough; called before a capture,
+                and where a replay lacks memory.
             code: gives a value, which changes when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
                 allowed to begin.
@@ -409,11 +410,13 @@ class ModelGraphs:
                     with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else the next call tries
                         if are_held:
                             self._drop_oldest()
-                            make_room()
-                            began = seconds_when_done(device)
-                            captured = self._capture(key, forward, leaves, spec, tensors, fixed)
-                            self.is_check_due = True
-                            _remember(self._costs, key, seconds_when_done(device) - began)
+                            if make_room():
+                                began = seconds_when_done(device)
+                                captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                                self.is_check_due = True
+                                _remember(self._costs, key, seconds_when_done(device) - began)
+                            else:  # dynamic VRAM would wait for the GPU in the capture, to take pages: that breaks it
+                                self._fails(key, "too little memory is free")
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:

@@ -57,27 +57,28 @@ def _idle_graphs(device: torch.device) -> list[ModelGraphs]:
     return [graphs for network, graphs in of_device if not any(network is other for other in running)]
 
 
-def _never_fails(function: Callable[..., None]) -> Callable[..., None]:
+def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
     """Without the memory a prompt goes on."""
 
     @functools.wraps(function)
     def run(*args, **kwargs):
         try:
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
             logger.warning("the memory of CUDA graphs: %s", in_one_line(error))
+            return False
 
     return run
 
 
 @_never_fails
-def make_room(loaded: Loaded, inputs: tuple) -> None:
+def make_room(loaded: Loaded, inputs: tuple) -> bool:
     """Free memory for the capture of a call, or a replay: what PyTorch keeps for itself, pages and graphs of models that do not
-    run; the first tensor of `inputs` is the latent. A graph is no larger than the host's estimate of what a call needs
-    (comfy/model_base.py, `memory_required`)."""
+    run. The first tensor of `inputs` is the latent. A graph takes about the host's estimate of what a call needs
+    (comfy/model_base.py, `memory_required`). Returns whether so much is free, and what the host keeps free beside it."""
     device = loaded.device
     if device.type != "cuda":
-        return
+        return True
     estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
     shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
     needed = comfy.model_management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
@@ -93,6 +94,7 @@ def make_room(loaded: Loaded, inputs: tuple) -> None:
     for graphs in _idle_graphs(device):
         if lack() > 0:
             graphs.drop()
+    return lack() <= 0
 
 
 def watch_unloading() -> None:
@@ -136,9 +138,10 @@ def watch_unloading() -> None:
 
 
 @_never_fails
-def _drop_of_idle(_result, models=(), memory_required: float = 0, *_args, **_kwargs) -> None:
-    """Drop graphs of models that do not run, where the ones that have just been loaded lack the memory."""
-    required = max(memory_required, comfy.model_management.minimum_inference_memory())
+def _drop_of_idle(_result, models=(), *_args, **_kwargs) -> bool:
+    """Drop graphs of models that do not run, where the ones that have just been loaded lack the memory. What they are said to
+    need does not count: a VAE's estimate is of gigabytes, and it runs once, and takes pages or decodes in tiles."""
+    required = comfy.model_management.minimum_inference_memory()
     for device in {patcher.load_device for patcher in models}:
         idle = _idle_graphs(device)
         if idle and _free_beside_models(device) < required:
@@ -146,3 +149,4 @@ def _drop_of_idle(_result, models=(), memory_required: float = 0, *_args, **_kwa
             if _free_beside_models(device) < required:
                 for graphs in idle:
                     graphs.drop()
+    return True

@@ -61,6 +61,8 @@ from .policy import Notes, has_convolutions, judge_for
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one of so many runs the first replay is compared with a plain call.
 RUNS_A_CHECK = 10
+# Where graphs left too little memory for weights so often, there are none for a while: they would be captured in each prompt.
+MOST_SQUEEZED = 2
 # Options that code below `apply_model` uses only through the patcher's machinery; not part of a graph's key.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
@@ -199,20 +201,27 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
 @contextmanager
 def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
     """Keep the weights in memory during a capture or a replay; yields whether all of them are there."""
-    pages, pinned = state.pages, state.pages.pin()
-    try:
-        state.missed_calls = 0 if pinned else state.missed_calls + 1
-        have_room = pages.have_room()
-        state.lacks_room = not pinned and (state.lacks_room or (state.missed_calls > 1 and not have_room))
-        if state.lacks_room and graphs.graphs:
-            graphs.drop()  # the graphs' memory is better used for weights
-        elif state.missed_calls > 1 and have_room:  # the model no longer uses a layer that it used before
-            graphs.drop()
-            pages.learn(anew=True)
-        yield pinned is not None
-    finally:
-        if pinned:
-            pages.unpin(pinned)
+    if state.squeezed >= MOST_SQUEEZED:
+        state.lacks_room = True
+        yield False
+        return
+    pages = state.pages
+    with pages.held():
+        pinned = pages.pin()
+        try:
+            state.missed_calls = 0 if pinned else state.missed_calls + 1
+            have_room = pages.have_room()
+            state.lacks_room = not pinned and (state.lacks_room or (state.missed_calls > 1 and not have_room))
+            if state.lacks_room and graphs.graphs:
+                graphs.drop()  # the graphs' memory is better used for weights
+                state.squeezed += 1
+            elif state.missed_calls > 1 and have_room:  # the model no longer uses a layer that it used before
+                graphs.drop()
+                pages.learn(anew=True)
+            yield pinned is not None
+        finally:
+            if pinned:
+                pages.unpin(pinned)
 
 
 def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
@@ -251,12 +260,15 @@ def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
     graphs.new_run(is_warming())
-    graphs.is_check_due |= code_of(network).runs % RUNS_A_CHECK == 0  # or of a graph captured last
+    is_anew = code_of(network).runs % RUNS_A_CHECK == 0
+    graphs.is_check_due |= is_anew  # or of a graph captured last
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
     state_of(network).missed_calls = 0
+    if is_anew:
+        state_of(network).squeezed = 0
     state_of(network).norms_ready = norm_kernels.ready
 
 
@@ -296,6 +308,7 @@ class NetworkState:
         keys: the options that the network's code reads; `functions`: what the layers ran when it was read.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         lacks_room: the paged weights do not all fit into memory.
+        squeezed: how often graphs were dropped for that in the last runs.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
         told_in: the sampling run in which it was last said that blocks are not plain (`Binding.plain`).
@@ -306,6 +319,7 @@ class NetworkState:
     keys: frozenset[str] = BOOKKEEPING
     missed_calls: int = 0
     lacks_room: bool = False
+    squeezed: int = 0
     channels_last_fails: str = ""
     norms_ready: bool = False
     told_in: int = -1

@@ -164,6 +164,18 @@ class AllPages:
             fetched = {m for m in self._layers if m._v_signature is not None}
             self._used = fetched if anew else self._used | fetched
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which dynamic VRAM takes none of the pages for what else is allocated. Else it would not stop at pinned
+        ones, and all would be gone when they are unpinned (comfy-aimdo, src/model-vbar.c, `vbars_free`, `vbar_unpin`)."""
+        vbar = self._layers[0]._v[0]
+        set_limit = getattr(vbar, "set_watermark_limit", lambda _size: None)
+        set_limit(self._end - vbar.base_addr)
+        try:
+            yield
+        finally:
+            set_limit(0)
+
     def pin(self) -> tuple | None:
         """Pin all used pages, for `unpin`; None if weights are missing.
 

@@ -108,6 +108,7 @@ def test_memory_that_others_can_give_up_is_asked_for_before_a_capture_and_where_
     def make_room():
         asked.append(graphs.captures)
         Replaying.error = None
+        return True
 
     def run():
         return graphs.call("key", lambda x: x * 2, (x,), {}, {}, make_room=make_room).tolist()
@@ -116,6 +117,14 @@ def test_memory_that_others_can_give_up_is_asked_for_before_a_capture_and_where_
     monkeypatch.setattr(Replaying, "error", torch.OutOfMemoryError("no room"))
     assert run() == run() == [2, 2] and asked == [0, 1]
     assert graphs.captures == 1 and graphs.replays == 2 and not graphs.failures
+
+
+def test_without_room_nothing_is_captured(graphs):
+    """In the capture dynamic VRAM would wait for the GPU to take pages: CUDA cannot end such a capture."""
+    x, asked = torch.ones(2), []
+    for _ in range(4):
+        graphs.call("key", lambda x: x * 2, (x,), {}, {}, make_room=lambda: asked.append(1))
+    assert len(asked) == 1 and not graphs.captures and graphs.failures == {"key": "too little memory is free"}
 
 
 def test_out_of_memory_is_remembered_in_the_next_run(graphs, monkeypatch):

@@ -111,6 +111,30 @@ def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compi
     assert check(flux, compiled) == (1, 1)
 
 
+def test_graphs_that_take_the_memory_of_weights_twice_are_left(flux, compiled, pages):
+    """Else each prompt captures, loses weights for it and drops the graphs."""
+    for _ in range(2):
+        pages.resident = set(pages.layers)
+        assert check(flux, compiled) == (1, 1)
+        pages.resident = set(list(pages.layers)[::2])
+        assert check(flux, compiled) == (0, 0)
+    pages.resident = set(pages.layers)
+    assert check(flux, compiled) == (0, 0) and lacks_room(flux)
+    found = [check(flux, compiled) for _ in range(10)]
+    assert sum(captured for captured, _replayed in found) == 1, "it is tried again later"
+
+
+def test_nobody_takes_the_pages_of_a_graph_during_a_capture_or_a_replay(flux, compiled, pages, monkeypatch):
+    """With pinned pages among them, dynamic VRAM would give back all."""
+    end, held = max(at + size for at, size in pages.places.values()), []
+    fault = pages.fault
+    monkeypatch.setattr(pages, "fault", lambda allocation: held.append(pages.limits[-1]) or fault(allocation))
+    for _ in range(2):
+        flux.run(compiled)
+    assert {0, end} == set(pages.limits) and pages.limits[-1] == 0
+    assert held[-3:] == [end] * 3, "each replay of the second run"
+
+
 def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
     def half_as_much_more(patcher):
         clone = patcher.clone()
