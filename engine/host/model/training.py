@@ -80,7 +80,8 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     if not trained.compiles:
         return (
             f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM those are that take more than a "
-            "third of it: start ComfyUI with --disable-dynamic-vram to train compiled, if all weights fit into VRAM."
+            "third of it, or are in another dtype than the model: start ComfyUI with --disable-dynamic-vram to train compiled, "
+            "if all weights fit into VRAM."
         )
     total = total_of(trained.code.groups.values())
     if total.graph_breaks:
