@@ -145,9 +145,9 @@ def _noticed(sessions: Sessions, key: tuple) -> str:
 
 
 def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
-    """Set-ups in their order, with variant -> row of the newest run that finished ours; and where rows come from."""
+    """Set-ups in their order, with variant -> row of the newest run that finished ours by default; and where rows come from."""
     everything, sources = rows("table", "table")
-    complete = [row for row in everything if "seconds" in row or "died" in row]
+    complete = [row for row in everything if ("seconds" in row or "died" in row) and not row.get("settings")]
     measured = []
     for name, setup in SETUPS.items():
         if ours := newest(complete, setup=name, variant="ours"):

@@ -27,7 +27,7 @@ class TorchCompile(io.ComfyNode):
                     options=list(choices.MODES),
                     default="auto",
                     tooltip="Leave it on auto, which adds CUDA graphs where they help (SD 1.5, SDXL). default: never. "
-                    "reduce-overhead: always. max-autotune: minutes of compiling for a few percent more.",
+                    "reduce-overhead: always. max-autotune: minutes of compiling for two percent at most.",
                 ),
                 io.Combo.Input(
                     "compile_when",
