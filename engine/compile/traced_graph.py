@@ -218,6 +218,7 @@ class TracedGraph:
         self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
         self._varying_at = [i for i, fake in enumerate(fakes) if any(map(is_symbol, _numbers_of(fake)))]
         self._changeable = [i for i, node in enumerate(placeholders) if not is_weight(node)]
+        self._writes = any(map(written_by, graph.graph.nodes))
         self._device = device_of(fakes)
         # A copy, without fake tensors.
         self._traced = fx.GraphModule(graph, copy.deepcopy(graph.graph))
@@ -239,7 +240,12 @@ class TracedGraph:
             return self._trace_anew(args)
         if not self._has_run:
             return self._run_first(args)
-        return self._code(*args)
+        try:
+            return self._code(*args)
+        except Exception as error:  # as a size may be too large for a kernel that fits others
+            if self._writes or never_swallowed(error) or is_capturing(self._device):
+                raise
+            return self._run_after(error, args)
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner: Any = self._owner()
@@ -337,17 +343,21 @@ class TracedGraph:
             if not lacks_memory:
                 if never_swallowed(error) or not changed.put_back():
                     raise
-                self._code = None
-                owner: Any = self._owner()
-                owner.lowering_failed(error, self._version)
-                owner.raise_if_stopped()
-                return self._run_traced(*args)
+                return self._run_after(error, args)
         if lacks_memory:  # the copies may have filled it; here the error is gone, which held what the code had allocated
             changed.put_back()
             del changed
             result = code(*args)
         self._has_run = True
         return result
+
+    def _run_after(self, error: Exception, args: tuple) -> Any:
+        """Give the code up, in which `error` has come up, and run the graph without it."""
+        self._code = None
+        owner: Any = self._owner()
+        owner.lowering_failed(error, self._version)
+        owner.raise_if_stopped()
+        return self._run_traced(*args)
 
     def _trace_anew(self, args: tuple) -> Any:
         """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, CompiledNet, Held, Net, without_compile_process
+from support import Block, CompiledNet, Held, Net, Plain, without_compile_process
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 MODES = pytest.mark.parametrize("at_once", [False, True], ids=["in the background", "at once"])
@@ -141,6 +141,27 @@ def test_copies_of_the_inputs_cost_no_image_where_memory_is_short(engine, monkey
     assert torch.allclose(result, net(x)) and uncompiled and not copies
     step.wait()
     assert not step.failures and step.graphs == 1 and not step.call(False, x).isnan().any() and not step(x)[1]
+
+
+@pytest.mark.parametrize("at", ["its first size", "a later size"])
+def test_code_that_fails_at_a_size_costs_no_image(engine, at):
+    """A kernel that the card cannot run, seen when it is run: the block goes on without code, and says why."""
+
+    def fails_at(graph, _inputs):
+        def code(*args):
+            if any(isinstance(arg, torch.Tensor) and arg.shape[:2] == (2, 4 if at == "its first size" else 6) for arg in args):
+                raise RuntimeError("no room for this kernel")
+            return graph.forward(*args)
+
+        return code
+
+    net = Net(Plain)
+    step = CompiledNet(engine, net, backend=fails_at)
+    for tokens in (4, 4, 6, 6, 5):
+        x = torch.randn(2, tokens, 8)
+        assert torch.allclose(step.call(False, x), net(x))
+    (failure,) = step.failures
+    assert "no room for this kernel" in failure
 
 
 @MODES
