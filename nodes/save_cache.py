@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.nodes.cache_files import plain_name, save_cache
+from ..engine.host.nodes.cache_files import not_saved, plain_name, save_cache
 from ..engine.user_input import refusal
 
 
@@ -35,6 +35,10 @@ class SaveCache(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, filename) -> bool | str:
         return filename is None or refusal(lambda: plain_name(filename))  # None: linked
+
+    @classmethod
+    def fingerprint_inputs(cls, filename, **_inputs) -> int:
+        return not_saved[filename]
 
     @classmethod
     def execute(cls, model, filename) -> io.NodeOutput:

@@ -24,6 +24,8 @@ from ..model.attach import diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_store
 
 NO_FILE = "none"
+# By name of a file, how often it was not saved: while that goes up, ComfyUI must run the node again, whose inputs are the same.
+not_saved: Counter[str] = Counter()
 # Windows writes a file named like a device to that device, whatever its suffix; files go from machine to machine.
 _DEVICE = r"(con|prn|aux|nul|(com|lpt)[0-9]) *(\..*)?"
 _PLAIN_NAME = re.compile(rf"(?!(?i:{_DEVICE})$)[A-Za-z0-9_][A-Za-z0-9 ._-]{{0,99}}")
@@ -55,11 +57,10 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """Write what has been compiled for a model into one file in the user's folder.
 
     Returns:
-        The file, or None where inductor does not compile the model, and a sentence.
+        The file, or None where there is nothing to save or it cannot be written, and a sentence: the prompt goes on.
 
     Raises:
-        InvalidSetting: `filename` is no plain name, or inductor has compiled nothing for the model yet.
-        CacheFileError: the file cannot be written.
+        InvalidSetting: `filename` is no plain name, or `patcher` no model.
     """
     check_model(patcher)
     name = plain_name(filename)
@@ -74,14 +75,13 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     if delegate is not None and not any(group.stats.graphs for group in groups):
         network = delegate[0].diffusion_model  # prompts with LoRA hooks run it, see `sampled_patcher`
         groups = code_of(network).groups_of(settings)
-    if not any(group.stats.graphs for group in groups):
-        raise InvalidSetting(
-            "model",
-            model_name(patcher),
-            "nothing has been compiled for it by inductor; put this node after Torch Compile Warmup.",
-        )
     infos = watch_of(network).compiled_for.get(settings.settings_key(), [])
-    return _write(name, [(model_name(patcher), network, groups)], infos)
+    try:
+        return _write(name, [(model_name(patcher), network, groups)], infos)
+    except CacheFileError as error:
+        logger.warning("%s", say_in_english("cacheNotSaved", error))
+        not_saved[filename] += 1
+        return None, say("cacheNotSaved", error)
 
 
 def _settings_to_save(patcher) -> CompileSettings | str:
@@ -121,7 +121,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     path = kit_folder() / (name + SUFFIX)
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
     if not names:
-        raise CacheFileError("nothing is compiled yet; save it when the node says ready.")
+        raise CacheFileError("nothing is compiled yet; save it when the node says ready, or after Torch Compile Warmup.")
     structures = {name_of(network) for _title, network, _groups in models}  # they name the attention kernel of the code
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, store, names, structures, pack_version(), titles, sizes)

@@ -35,7 +35,8 @@ def repair(choice: str) -> tuple[Path, str]:
     """Write a copy with plain keys beside the file, unless the file has them; returns the file to load, and a sentence.
 
     Raises:
-        InvalidSetting: no such file, no safetensors file, two of its keys would become the same, or the copy is there already.
+        InvalidSetting: no such file, no safetensors file, two of its keys would become the same, or another file has the copy's
+            name.
     """
     path = _path_of(choice)
     with path.open("rb") as source:
@@ -49,10 +50,13 @@ def repair(choice: str) -> tuple[Path, str]:
         if not count:
             return path, say("nothingToRepair", path.name)
         target = path.with_name(f"{path.stem}_repaired{path.suffix}")
-        if target.exists():
-            raise InvalidSetting("file", choice, f"{target.name} is there already: use it, or delete it first.")
         text = json.dumps(renamed, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the weights stay aligned
+        done = target, say("repaired", count, len(header) - ("__metadata__" in header), target.name)
+        if target.exists():
+            if _begins_with(target, text, path.stat().st_size - source.tell()):
+                return done  # an earlier prompt's
+            raise InvalidSetting("file", choice, f"{target.name} is there already: use it, or delete it first.")
         unfinished = target.with_suffix(".partial")
         try:
             with unfinished.open("wb") as out:
@@ -61,7 +65,14 @@ def repair(choice: str) -> tuple[Path, str]:
             replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)
-    return target, say("repaired", count, len(header) - ("__metadata__" in header), target.name)
+    return done
+
+
+def _begins_with(file: Path, header: bytes, rest: int) -> bool:
+    """Whether a safetensors file has this header, and so many bytes behind it."""
+    with file.open("rb") as copy:
+        begins = copy.read(8 + len(header)) == len(header).to_bytes(8, "little") + header
+    return begins and file.stat().st_size == 8 + len(header) + rest
 
 
 def _path_of(choice: str) -> Path:

@@ -63,11 +63,16 @@ def test_what_needs_no_repair_stays_and_nothing_is_replaced(engine, folders):
     safetensors.torch.save_file({"a.weight": torch.ones(3)}, plain)
     assert repair("loras/plain.safetensors") == (plain, "plain.safetensors needs no repair: no key holds _orig_mod.")
     safetensors.torch.save_file({"_orig_mod.a.weight": torch.ones(3)}, folders / "loras" / "c.safetensors")
-    path, _ = repair("loras/c.safetensors")
-    before = path.read_bytes()
-    with pytest.raises(invalid, match=r"c_repaired\.safetensors is there already"):
-        repair("loras/c.safetensors")
-    assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 3
+    path, sentence = repair("loras/c.safetensors")
+    before = path.stat()
+    assert repair("loras/c.safetensors") == (path, sentence), "as after a restart, with the same workflow"
+    assert path.stat() == before
+    for other in (torch.ones(4), torch.ones(3, dtype=torch.float64)):
+        safetensors.torch.save_file({"a.weight": other}, path)
+        content = path.read_bytes()
+        with pytest.raises(invalid, match=r"c_repaired\.safetensors is there already"):
+            repair("loras/c.safetensors")
+        assert path.read_bytes() == content and len(list(path.parent.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
