@@ -67,6 +67,8 @@ class Pages:
         for name in names:
             if name not in self.resident:
                 self.memory.pop(name, None)
+                if self.limits[-1]:
+                    raise RuntimeError("Fault failed: 2")
                 return None
         for name in names:
             if name not in self.memory:

@@ -91,6 +91,7 @@ def _with_addresses(launcher: Callable) -> Callable:
 MAX_GRAPHS = 8
 # The most keys that `_remember` keeps in each table: of calls seen, and of failures.
 MAX_OTHERS = 256
+NO_ROOM = "too little memory is free"  # a failure of one run
 
 
 # PyTorch allows one capture at a time in a process, on all GPUs together (CUDAMallocAsyncAllocator.cpp, `beginAllocateToPool`).
@@ -347,6 +348,7 @@ class ModelGraphs:
 
     def new_run(self, is_warming: bool) -> None:
         self.model.new_run()
+        self.failures = {key: reason for key, reason in self.failures.items() if reason != NO_ROOM}
         if is_warming:  # its sizes do not take turns, though each is called but once after its graph was captured
             self._never_replayed.clear()
 
@@ -416,7 +418,7 @@ class ModelGraphs:
                                 self.is_check_due = True
                                 _remember(self._costs, key, seconds_when_done(device) - began)
                             else:  # dynamic VRAM would wait for the GPU in the capture, to take pages: that breaks it
-                                self._fails(key, "too little memory is free")
+                                self._fails(key, NO_ROOM)
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:

@@ -88,10 +88,14 @@ def make_room(loaded: Loaded, inputs: tuple) -> bool:
 
     if lack() > 0:
         comfy.model_management.soft_empty_cache()
-    for _patcher, pages, runs in _loaded(device):
-        if pages is not None and not runs and (bytes_lacking := lack()) > 0:
+    idle_pages = [pages for _patcher, pages, runs in _loaded(device) if pages is not None and not runs]
+    idle_graphs = [graphs for graphs in _idle_graphs(device) if graphs is not graphs_of(loaded.network)]
+    if not idle_graphs and lack() > sum(pages.loaded_size() for pages in idle_pages):
+        return False  # they would have to be filled again, for nothing
+    for pages in idle_pages:
+        if (bytes_lacking := lack()) > 0:
             pages.free_memory(min(bytes_lacking, pages.loaded_size()))
-    for graphs in _idle_graphs(device):
+    for graphs in idle_graphs:
         if lack() > 0:
             graphs.drop()
     return lack() <= 0

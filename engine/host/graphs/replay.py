@@ -200,14 +200,18 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
 
 @contextmanager
 def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
-    """Keep the weights in memory during a capture or a replay; yields whether all of them are there."""
+    """Keep the weights in memory during a capture or a replay; yields whether all of them are there.
+
+    Pages are held when they are there, and not before: dynamic VRAM tells by lowering the watermark that it has no room for a
+    page, and where the limit holds that up it raises (comfy-aimdo, src/model-vbar.c, `vbar_fault`).
+    """
     if state.squeezed >= MOST_SQUEEZED:
         state.lacks_room = True
         yield False
         return
     pages = state.pages
-    with pages.held():
-        pinned = pages.pin()
+    pinned = pages.pin()
+    with pages.held() if pinned else nullcontext():
         try:
             state.missed_calls = 0 if pinned else state.missed_calls + 1
             have_room = pages.have_room()
@@ -256,11 +260,11 @@ def runs_channels_last(network: nn.Module) -> bool:
     return kernels() is not None and not state_of(network).channels_last_fails
 
 
-def new_run(network: nn.Module) -> None:
-    """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
+def new_run(network: nn.Module, begins: bool = False) -> None:
+    """The host has loaded the model, weights may have moved since the last run; or a sampling run `begins`."""
     graphs = graphs_of(network)
     graphs.new_run(is_warming())
-    is_anew = code_of(network).runs % RUNS_A_CHECK == 0
+    is_anew = begins and code_of(network).runs % RUNS_A_CHECK == 0
     graphs.is_check_due |= is_anew  # or of a graph captured last
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):

@@ -25,7 +25,7 @@ from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
 from .network_calls import begin_run, end_run, prepare_replays
 from .payback import payback_of
-from .training import train_compiled
+from .training import free_trained, train_compiled
 from .user_folder import get_ready
 from .wrapper import BlockCompiler, install_apply_model, obstacle, uninstall_apply_model
 
@@ -113,6 +113,7 @@ def _clean_up(patcher) -> None:
 
 
 def _begin_run(patcher, *_: object) -> None:
+    free_trained()
     wrappers = patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
     for wrapper in wrappers:
         wrapper.begin_run()

@@ -119,7 +119,7 @@ def eager(network: nn.Module, run: Callable[[], object]) -> object:
 def begin_run(network: nn.Module, *statuses: Status | None) -> None:
     """Called when a sampling run begins; `statuses` are the status lines of the nodes that take part."""
     code_of(network).new_run()
-    new_run(network)
+    new_run(network, begins=True)
     for status in filter(None, statuses):
         status.new_run()
 

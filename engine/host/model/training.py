@@ -5,6 +5,7 @@ compiled forwards must be in the blocks by then, and stay there until training e
 So forwards are exchanged when the trainer's model is cloned, and are freed with that model.
 """
 
+import gc
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,14 @@ def _load_as_a_whole(clone: Any) -> None:
         clone.__class__ = comfy.model_patcher.ModelPatcher
 
 
+def free_trained() -> None:
+    """Free the models of trainings that are over. The trainer leaves them in cycles, and the host collects those only after the
+    prompt: until then their weights would take the VRAM that a sampler in the same prompt needs."""
+    if _trained and not comfy.model_management.in_training:
+        _trained.clear()
+        gc.collect()
+
+
 TRAINING = "Training: "  # begins each note on a trainer's calls
 
 
@@ -79,9 +88,9 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
         return (
-            f"{TRAINING}blocks run uncompiled, since weights are offloaded. With dynamic VRAM those are that take more than a "
-            "third of it, or are in another dtype than the model: start ComfyUI with --disable-dynamic-vram to train compiled, "
-            "if all weights fit into VRAM."
+            f"{TRAINING}blocks run uncompiled, since weights are offloaded: by the trainer's `offloading`, or, with dynamic "
+            "VRAM, as they take more than a third of it or are in another dtype than the model. To train compiled, if all "
+            "weights fit into VRAM, start ComfyUI with --disable-dynamic-vram."
         )
     total = total_of(trained.code.groups.values())
     if total.graph_breaks:

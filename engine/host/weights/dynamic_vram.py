@@ -24,6 +24,7 @@ import torch
 from comfy_aimdo import model_vbar
 from torch import nn
 
+from ...log import logger
 from ...torch_settings import SharedScope, attribute
 from ..adapter import PageCalls, host
 
@@ -190,11 +191,11 @@ class AllPages:
             # As one allocation, which covers those of all layers.
             vbar, start = next(iter(self._used))._v[0], min(layer._v[1] for layer in self._used)
             whole = vbar, start, max(layer._v[1] + layer._v[2] for layer in self._used) - start
-            self._signature = model_vbar.vbar_fault(whole)
+            self._signature = _fault(whole)
             if self._signature is not None:
                 self._whole = whole
             return self._whole
-        signature = model_vbar.vbar_fault(self._whole)
+        signature = _fault(self._whole)
         if signature is not None:
             if model_vbar.vbar_signature_compare(signature, self._signature):
                 return self._whole
@@ -212,8 +213,17 @@ class AllPages:
             calls.clean_up(self._layers)
 
 
+def _fault(allocation: tuple) -> object:
+    """Pin pages, and get memory for those that have none; their signature, or None where there is no room."""
+    try:
+        return model_vbar.vbar_fault(allocation)
+    except RuntimeError as error:  # the driver has refused: the plain call does what it can
+        logger.debug("no memory for pages: %s", error)
+        return None
+
+
 def _is_resident(layer: nn.Module) -> bool:
-    signature = model_vbar.vbar_fault(layer._v)
+    signature = _fault(layer._v)
     if signature is None:
         return False
     model_vbar.vbar_unpin(layer._v)

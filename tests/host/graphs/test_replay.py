@@ -125,14 +125,45 @@ def test_graphs_that_take_the_memory_of_weights_twice_are_left(flux, compiled, p
 
 
 def test_nobody_takes_the_pages_of_a_graph_during_a_capture_or_a_replay(flux, compiled, pages, monkeypatch):
-    """With pinned pages among them, dynamic VRAM would give back all."""
-    end, held = max(at + size for at, size in pages.places.values()), []
-    fault = pages.fault
-    monkeypatch.setattr(pages, "fault", lambda allocation: held.append(pages.limits[-1]) or fault(allocation))
+    """With pinned pages among them, dynamic VRAM would give back all. But with the limit it raises where there is no room."""
+    end, held, asked = max(at + size for at, size in pages.places.values()), [], set()
+    unpin, fault = pages.unpin, pages.fault
+    monkeypatch.setattr(pages, "unpin", lambda allocation: held.append(pages.limits[-1]) or unpin(allocation))
+
+    def noted(allocation):
+        if len(pages.within(allocation)) > 1:  # ours
+            asked.add(pages.limits[-1])
+        return fault(allocation)
+
+    monkeypatch.setattr(pages, "fault", noted)
     for _ in range(2):
         flux.run(compiled)
     assert {0, end} == set(pages.limits) and pages.limits[-1] == 0
     assert held[-3:] == [end] * 3, "each replay of the second run"
+    assert asked == {0}
+
+
+def test_a_driver_that_gives_no_memory_for_a_page_ends_no_prompt(flux, compiled, pages, monkeypatch):
+    assert check(flux, compiled) == (1, 1)
+    fault, refused = pages.fault, []
+
+    def refuse(allocation):
+        if len(pages.within(allocation)) > 1:  # the host's own faults are of one layer
+            refused.append(allocation)
+            raise RuntimeError("Fault failed: 2")
+        return fault(allocation)
+
+    monkeypatch.setattr(pages, "fault", refuse)
+    assert check(flux, compiled) == (0, 0) and refused
+
+
+def test_the_check_of_a_graph_is_made_in_one_of_ten_runs(flux, compiled, pages):
+    checks = []
+    for _ in range(22):
+        flux.engine("host.model.attach")._on_load(compiled)  # as in each prompt under dynamic VRAM
+        flux.run(compiled)
+        checks.append(graphs_of(flux).checks)
+    assert [n for n, (before, after) in enumerate(zip([0, *checks], checks, strict=False), 1) if after > before] == [1, 10, 20]
 
 
 def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):

@@ -187,6 +187,30 @@ def test_models_that_do_not_run_make_room_for_a_capture(estimate, expected, engi
     assert (card.free, pages.loaded_size(), own.loaded_size(), len(graphs)) == expected
 
 
+def test_pages_are_not_taken_where_they_are_too_few(engine, monkeypatch):
+    card = Card(monkeypatch, free=10)
+    pages, _idle = card.load(40, 60)
+    network = torch.nn.Identity()
+    model = SimpleNamespace(memory_required=lambda _shape: 100)
+    loaded, memory = (
+        engine("host.weights.blocks").Loaded(model, network, torch.float16, card.device),
+        engine("host.graphs.memory"),
+    )
+    monkeypatch.setattr(memory, "_idle_graphs", lambda _device: [])  # of models of other tests
+    assert not memory.make_room(loaded, (torch.zeros(1),))
+    assert pages.loaded_size() == 40
+
+
+def test_a_capture_does_not_take_the_graphs_of_its_own_model(engine, monkeypatch):
+    """A model that another pack calls without having the host load it does not count as running."""
+    card = Card(monkeypatch, free=10)
+    own = card.load(0, 60)[1]
+    graphs, network = card.capture(own, engine), own.model.diffusion_model
+    model = SimpleNamespace(memory_required=lambda _shape: 100)
+    loaded = engine("host.weights.blocks").Loaded(model, network, torch.float16, card.device)
+    assert not engine("host.graphs.memory").make_room(loaded, (torch.zeros(1),)) and graphs
+
+
 def test_a_pack_that_answers_in_another_way_ends_no_prompt(engine, monkeypatch, caplog):
     card, memory = Card(monkeypatch, free=0), engine("host.graphs.memory")
     monkeypatch.setattr(comfy.model_management, "minimum_inference_memory", lambda: None)

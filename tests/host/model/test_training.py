@@ -1,8 +1,10 @@
 """ComfyUI's TrainLoraNode behind Torch Compile: trains compiled, and what was compiled for sampling stays."""
 
+import gc
 import inspect
 import re
 import textwrap
+import weakref
 from types import SimpleNamespace
 
 import comfy.model_patcher
@@ -195,6 +197,30 @@ def test_sampling_between_two_trainings_runs_compiled(flux):
             assert torch.allclose(flux.run(compiled), flux.run(flux.patcher), atol=1e-6)
         assert not flux.failures
     assert results[0] == results[1]
+
+
+def test_weights_of_a_training_that_is_over_are_free_for_a_sampler_in_its_prompt(flux, monkeypatch):
+    """The host collects garbage after the prompt."""
+    compiled, trained = flux.attach(flux.patcher, only_blocks="single_blocks.*"), weakref.WeakSet()
+    clone = type(compiled).clone
+
+    def noted(patcher, **how):
+        made = clone(patcher, **how)
+        if made.model is not patcher.model:
+            trained.add(made.model.diffusion_model)
+        return made
+
+    monkeypatch.setattr(type(compiled), "clone", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        train(compiled, flux, False, steps=1)
+        assert trained, "else there is nothing to free"
+        with torch.inference_mode():
+            flux.run(compiled)
+        assert not trained
+    finally:
+        gc.enable()
 
 
 def test_a_trainer_that_does_not_copy_the_model_runs_uncompiled(flux, engine):
