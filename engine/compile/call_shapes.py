@@ -1,13 +1,14 @@
 """Tell the shapes and memory layouts of a block's arguments, on which its graphs depend, and restore what a call changed."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..channels_last import function_mode
+from ..failures.describe import is_out_of_memory
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import modes, numerics
@@ -81,9 +82,12 @@ class Changed:
         if self._is_kept:
             return
         self._is_kept, self._kept = True, None
-        with suppress(torch.OutOfMemoryError):
+        try:
             tensors = {id(t): t for t in tensors_in(*self._call)}
             self._kept = [(t, memory_of(t).clone()) for t in tensors.values()]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
 
     @property
     def has_copies(self) -> bool:

@@ -42,6 +42,7 @@ on_compile_failure: list[Callable[[nn.Module], bool]] = []
 _excluded_at = 0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
+OTHERS = "Other blocks stay compiled."
 # How many new runs try again to compile code that failed for a reason that may have passed.
 RETRIES = 3
 # A group with code of another pack that may read the options is given up if it was traced more often than this for the same
@@ -182,8 +183,8 @@ class BlockCode:
             session.hold()
             result = compiled(block, *args, **kwargs)
         except Exception as error:
-            is_compilers = isinstance(error, private.BackendCompilerFailed)
-            lacks_memory = session.has_run and changed.has_copies and is_out_of_memory(error) and not is_compilers
+            is_compilers, has_run = isinstance(error, private.BackendCompilerFailed), session.has_run
+            lacks_memory = has_run and changed.has_copies and is_out_of_memory(error) and not is_compilers
             if is_of_another(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
                 lacks_memory = False
             session.release()
@@ -194,7 +195,7 @@ class BlockCode:
                 for_host = never_swallowed(error) and not is_compilers
                 if is_of_another(error) or (not is_limit_hit(error) and (not session.started or for_host)):
                     raise
-                if isinstance(error, BlockCompileError) or not changed.can_be_put_back:
+                if isinstance(error, BlockCompileError) or (has_run and not changed.can_be_put_back):
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()
@@ -218,6 +219,9 @@ class BlockCode:
             session.release()
             if limited:
                 compile_scope.exit()
+            if session.is_loose:
+                self.discard()
+                self.give_up(Failure(self.name, "PyTorch's settings could not be set for its trace (see the log).", OTHERS))
             if session.started:
                 self.is_tracing = False
                 self.compiles += 1
@@ -232,8 +236,8 @@ class BlockCode:
         return self._run_plain(block, args, kwargs, failure)
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
-        changed.keep()
         self.is_tracing, self._traced_from = True, call.began
+        changed.keep()
         for tell in on_trace:
             tell()
 
@@ -350,7 +354,7 @@ class BlockCode:
             reason = (
                 f"traced {self._traces_in_run[shapes]} times for the same shapes: it reads what differs in each block or step."
             )
-            self.give_up(Failure(self.name, reason, "Other blocks stay compiled."))
+            self.give_up(Failure(self.name, reason, OTHERS))
 
     def _compile(self) -> Callable:
         """torch.compile of a copy of the forward, so that each group and setting has its own limit and can free its code."""

@@ -176,13 +176,14 @@ class CompileSession:
 
     Args:
         block: the block's name, for reports.
-        on_first: called before the first trace; must not raise.
+        on_first: called before the first trace.
         switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`, and for `sources`.
         arguments: positional and keyword arguments of the call.
         call: the model's call in progress.
         sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
         is_held: the lock of `hold`.
         has_run: a graph has run.
+        is_loose: a trace was made without `COMPILE_SWITCHES`, after an error of ours: guards may miss what changes.
         depth: `depth_of_foreign` where the call was made.
     """
 
@@ -197,6 +198,7 @@ class CompileSession:
     sources: list[str] | None = None
     is_held: bool = False
     has_run: bool = False
+    is_loose: bool = False
     depth: int = field(default_factory=depth_of_foreign)
     _began: float = 0.0
     _scopes: ExitStack = field(default_factory=ExitStack)
@@ -209,16 +211,19 @@ class CompileSession:
 
     def start(self) -> None:
         self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds
-        if not self.started:
-            self.started = True
+        is_loose, self.is_loose = self.is_loose, True
+        is_first, self.started = not self.started, True
+        if is_first:
             self._breaks = private.counters["graph_break"].copy()
             self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
-            self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches(self.sources)))
             scopes.enter_context(tracing_scope.applied(**TRACING))
             scopes.enter_context(static_heads(*self.arguments))
             self._scopes = scopes.pop_all()
+        self.is_loose = is_loose
+        if is_first:
+            self.on_first()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began

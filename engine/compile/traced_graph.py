@@ -238,14 +238,7 @@ class TracedGraph:
             return self._run_unlowered(args)
         if self._holds is not None and not self._holds(args):
             return self._trace_anew(args)
-        if not self._has_run:
-            return self._run_first(args)
-        try:
-            return self._code(*args)
-        except Exception as error:  # as a size may be too large for a kernel that fits others
-            if self._writes or never_swallowed(error) or is_capturing(self._device):
-                raise
-            return self._run_after(error, args)
+        return self._run_code(args)
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner: Any = self._owner()
@@ -327,37 +320,38 @@ class TracedGraph:
         self._holds, self._code = _size_check(code.guards, self._sizes_at), run
         owner.count_lowered(seconds, int(code.was_kept), code.name)
 
-    def _run_first(self, args: tuple) -> Any:
-        """Run the code for the first time: a kernel may fail on this GPU."""
-        if is_capturing(self._device):
+    def _run_code(self, args: tuple) -> Any:
+        """Run the code. Where it fails, as a kernel may on this GPU or at this size, or lacks memory, run without it."""
+        is_first = not self._has_run
+        if is_first and is_capturing(self._device):
             return self._run_traced(*args)
-        changed = Changed((tuple(args[i] for i in self._changeable), {}))
-        changed.keep()
-        code = self._code
+        code, changed = self._code, None
         assert code is not None
-        lacks_memory = False
+        if is_first and self._writes:
+            changed = Changed((tuple(args[i] for i in self._changeable), {}))
+            changed.keep()
         try:
             result = code(*args)
         except Exception as error:
-            lacks_memory = is_out_of_memory(error) and changed.has_copies
+            lacks_memory = is_out_of_memory(error)
+            if is_capturing(self._device) or (never_swallowed(error) and not lacks_memory):
+                raise
+            if self._writes and (changed is None or not changed.put_back()):
+                raise
             if not lacks_memory:
-                if never_swallowed(error) or not changed.put_back():
-                    raise
-                return self._run_after(error, args)
-        if lacks_memory:  # the copies may have filled it; here the error is gone, which held what the code had allocated
-            changed.put_back()
-            del changed
-            result = code(*args)
-        self._has_run = True
-        return result
-
-    def _run_after(self, error: Exception, args: tuple) -> Any:
-        """Give the code up, in which `error` has come up, and run the graph without it."""
-        self._code = None
-        owner: Any = self._owner()
-        owner.lowering_failed(error, self._version)
-        owner.raise_if_stopped()
-        return self._run_traced(*args)
+                self._code = None
+                owner: Any = self._owner()
+                owner.lowering_failed(error, self._version)
+                owner.raise_if_stopped()
+                return self._run_traced(*args)
+        else:
+            self._has_run = True
+            return result
+        # Here the error is gone, which held what the code had allocated. The copies, too, may have filled the memory.
+        if changed is None:
+            return self._run_traced(*args)
+        del changed
+        return code(*args)
 
     def _trace_anew(self, args: tuple) -> Any:
         """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call

@@ -59,6 +59,7 @@ def lacks_memory(error: BaseException) -> bool:
 # Messages of CUDA's runtime, of CUDA's driver, which loads kernels, of Triton's launcher, and for RAM of PyTorch's.
 _NO_MEMORY = re.compile(
     r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory|DefaultCPUAllocator:"
+    r"|MPS backend out of memory"
 )
 
 

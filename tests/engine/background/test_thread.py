@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support import ROOT, CompiledNet, Net
+from support import ROOT, Block, CompiledNet, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -262,6 +262,11 @@ def test_code_runs_only_where_the_guards_of_its_lowering_hold(engine):
 def test_code_that_cannot_run_is_given_up_and_the_image_is_right(engine, waits):
     """Some kernels turn out not to run on a GPU when they are launched."""
 
+    class Writes(Block):
+        def forward(self, x):
+            x += 1
+            return super().forward(x)
+
     class InPlace(Net):
         def forward(self, x):
             x = x.clone()
@@ -278,7 +283,7 @@ def test_code_that_cannot_run_is_given_up_and_the_image_is_right(engine, waits):
 
         return run
 
-    net = CompiledNet(engine, InPlace(), backend=backend)
+    net = CompiledNet(engine, InPlace(Writes), backend=backend)
     x = torch.randn(2, 4, 8)
     expected = net.net(x)
     for _ in range(3):
@@ -295,7 +300,7 @@ kit = types.ModuleType("kit")
 kit.__path__ = [sys.argv[1]]
 sys.modules["kit"] = kit
 import torch
-from support import CompiledNet, Net
+from support import Block, CompiledNet, Net
 
 def engine(name):
     return importlib.import_module(f"kit.engine.{name}")

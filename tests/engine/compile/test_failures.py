@@ -164,6 +164,85 @@ def test_code_that_fails_at_a_size_costs_no_image(engine, at):
     assert "no room for this kernel" in failure
 
 
+@pytest.mark.parametrize("writes", [False, True], ids=["nothing is written", "an input is written to"])
+@pytest.mark.parametrize("at", ["its first run", "a later run"])
+def test_code_that_lacks_memory_costs_no_image(engine, at, writes):
+    """Operator by operator there may be room; where an input may be written to, the host is told. The code stays."""
+    lacks, runs = [], []
+
+    def lacking(graph, _inputs):
+        def code(*args):
+            runs.append(1)
+            if lacks:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return graph.forward(*args)
+
+        return code
+
+    class Writes(Plain):
+        def forward(self, x):
+            x += 1
+            return super().forward(x)
+
+    net, x = Net(Writes if writes else Plain, count=1), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=lacking)
+    step.call(False, x.clone())
+    if at == "a later run":
+        step.call(False, x.clone())
+    lacks.append(1)
+    if writes:
+        with pytest.raises(torch.OutOfMemoryError):
+            step.call(False, x.clone())
+    else:
+        assert torch.allclose(step.call(False, x.clone()), net(x.clone()))
+    before = len(runs)
+    lacks.clear()
+    assert torch.allclose(step.call(False, x.clone()), net(x.clone())) and len(runs) > before and not step.failures
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["at once", "after a piece has run"])
+def test_a_failure_without_copies_costs_the_image_only_where_a_graph_has_run(engine, monkeypatch, has_run):
+    """There was no memory for copies of the inputs; but if nothing has run, nothing has been written to them."""
+
+    def full(_tensor):
+        raise RuntimeError("CUDA error: out of memory")  # as CUDA itself says it
+
+    monkeypatch.setattr(engine("compile.call_shapes"), "memory_of", full)
+    net, x = (BrokenNet if has_run else Net)(), torch.randn(2, 4, 8)
+    compiler = Compiler(*([None] if has_run else []), *[ValueError("no kernel for this")] * 9)
+    step = CompiledNet(engine, net, backend=compiler)
+    engine("compile.traced_graph").LOWERERS.pop(step.settings.backend)  # in the call
+    if has_run:
+        with pytest.raises(Exception, match="no kernel for this"):
+            step.call(False, x.clone())
+    else:
+        assert torch.allclose(step.call(False, x.clone()), net(x.clone())) and step.failures
+
+
+@pytest.mark.parametrize("fault", ["before the settings", "after them"])
+def test_an_error_of_ours_leaves_no_code_that_was_traced_under_other_settings(engine, monkeypatch, fault):
+    """A trace under PyTorch's own guards would not see what the next run changes."""
+    seen = []
+
+    def compiler(graph, _inputs):
+        seen.append(torch.fx.experimental._config.use_duck_shape)
+        return graph.forward
+
+    broken = {
+        "before the settings": ("compile.compiled_code", "traced_state"),
+        "after them": ("compile.call_shapes", "memory_of"),
+    }
+    module, name = broken[fault]
+    monkeypatch.setattr(engine(module), name, lambda *_: 1 / 0)
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=compiler)
+    engine("compile.traced_graph").LOWERERS.pop(step.settings.backend)  # in the call
+    for _ in range(2):
+        assert torch.allclose(step.call(False, x), net(x))
+    assert seen == ([True] if fault == "before the settings" else [False])
+    assert bool(step.failures) == (fault == "before the settings")
+
+
 @MODES
 def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, at_once):
     net, x = Net(), torch.randn(2, 4, 8)
