@@ -399,7 +399,7 @@ def _size_check(guards: str | None, at: list[int]) -> Callable[[tuple], bool] | 
     if not guards:
         return None
 
-    @functools.cache
+    @functools.lru_cache(1024)
     def evaluated(values: tuple) -> bool:
         return holds(guards, values)
 

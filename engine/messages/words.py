@@ -79,3 +79,8 @@ def _texts(name: str) -> dict[str, str]:
 @functools.cache
 def _page_texts(name: str) -> dict[str, str]:
     return json.loads((FOLDER / name / "main.json").read_text(encoding="utf-8"))["torchCompileKit"]
+
+
+# At once: an update of this pack may exchange the files before ComfyUI is started again.
+for _name in LANGUAGES:
+    _texts(_name), _page_texts(_name)

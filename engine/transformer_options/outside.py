@@ -45,8 +45,11 @@ class HostOptions:
             return Patch(value, self)
 
         kept["patches"] = {name: wrap(name, value) for name, value in patches.items()}
-        tables = kept["patches_replace"]
-        kept["patches_replace"] = {name: {at: wrap(name, v) for at, v in table.items()} for name, table in tables.items()}
+        kept["patches_replace"] = {
+            # Another pack's own kind may be no dict.
+            name: {at: wrap(name, v) for at, v in table.items()} if isinstance(table, dict) else wrap(name, table)
+            for name, table in kept["patches_replace"].items()
+        }
         if override is not None:
             kept[OVERRIDE] = wrap(OVERRIDE, override)
         self._handed, self._id = dict(kept), id(kept)

@@ -12,6 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -156,7 +157,9 @@ def _payoff_for(network: nn.Module) -> Payoff:
     """With what an earlier process has measured."""
     cache = current()
     kept = _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", "")) if cache is not None else None
-    return Payoff(float(kept[1]), float(kept[2]), refused_before=float(kept[3] or math.inf)) if kept else Payoff()
+    with suppress(ValueError):  # a file that was made elsewhere
+        return Payoff(float(kept[1]), float(kept[2]), refused_before=float(kept[3] or math.inf)) if kept else Payoff()
+    return Payoff()
 
 
 _KEPT = re.compile(r"pay to (\S+), not from ([^\s,]+)(?:, refused from (\S+))?")

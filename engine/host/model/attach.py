@@ -181,7 +181,8 @@ def settings_for(patcher, no_node: str) -> CompileSettings | str:
 
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
     with _as_built(patcher):
-        return plan_for(diffusion_model(patcher)).select(settings.patterns)
+        plan = plan_for(diffusion_model(patcher))
+        return plan.select(settings.patterns) if plan.blocks else plan  # the search has failed, which the log says
 
 
 @contextmanager

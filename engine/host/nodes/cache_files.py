@@ -142,11 +142,11 @@ def load_cache(filename: str) -> str:
         return say("noFileChosen")
     try:
         if filename not in cache_files():
-            is_there = (kit_folder() / PurePath(filename).name).exists()
+            is_there = status_of(kit_folder() / PurePath(str(filename)).name) is not None
             why = f"is no cache file, whose name ends in {SUFFIX}" if is_there else f"is not in {kit_folder()}; put it there"
             raise CacheFileError(f"{shown(filename)} {why}, or choose another.")
         loaded = load_cache_file(kit_folder() / filename, _users_store())
-    except CacheFileError as error:
+    except (CacheFileError, OSError, ValueError) as error:
         logger.warning("%s", say_in_english("cacheNotLoaded", error))
         return say("cacheNotLoaded", error)
     what = "; ".join(filter(None, (", ".join(loaded.models), ", ".join(loaded.sizes))))  # some code has no sizes

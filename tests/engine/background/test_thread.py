@@ -300,7 +300,7 @@ kit = types.ModuleType("kit")
 kit.__path__ = [sys.argv[1]]
 sys.modules["kit"] = kit
 import torch
-from support import Block, CompiledNet, Net
+from support import CompiledNet, Net
 
 def engine(name):
     return importlib.import_module(f"kit.engine.{name}")

@@ -107,6 +107,13 @@ def test_patches_are_wrapped_and_named(engine):
     assert options_filter(plain) == (plain, []) and options_filter(plain)[0] is plain
 
 
+def test_a_packs_own_kind_of_replacement_need_be_no_dict(engine):
+    tables = {"of a pack": [print], "one function": len, "attn1": {4: print}}
+    given, names = engine("transformer_options.filter").OptionsFilter(Block())({"patches_replace": tables})
+    assert names == ["of a pack builtins.print", "one function builtins.len", "attn1 builtins.print"]
+    assert given["patches_replace"]["one function"]([1, 2]) == 2
+
+
 @pytest.mark.host
 def test_patches_and_place_as_a_block_of_the_host_gets_them(engine):
     from comfy.ldm.modules.attention import BasicTransformerBlock

@@ -302,3 +302,11 @@ def test_a_capture_that_does_not_pay_is_the_last_in_later_processes_if_that_is_c
             machine.moments = [0.0, cost, 6.0, 6.1, 7.0, 7.08]
             assert [call() for _ in range(CALLS + 1)][-1] == (process < captured), f"model {model} of process {process}"
             assert bool(engine("cuda_graphs.capture").graphs_of(call.network).graphs) is (cost < 1)
+
+
+@pytest.mark.parametrize("kept", ["", "pay to much, not from 7", "pay to 3, not from 7, refused from all", "pay to 3"])
+def test_what_another_machine_has_kept_may_be_anything(engine, monkeypatch, kept):
+    """Files of Save Compile Cache bring such texts along."""
+    policy = engine("host.graphs.policy")
+    monkeypatch.setattr(policy, "current", lambda: types.SimpleNamespace(choices=lambda _name: {"graphs pay": kept}))
+    assert repr(policy._payoff_for(nn.Linear(2, 2))) == repr(policy.Payoff())

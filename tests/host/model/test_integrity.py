@@ -172,6 +172,13 @@ def test_only_blocks_compiles_only_those(flux, attach, engine, conditioning, lat
     assert names == {"SingleStreamBlock"}
 
 
+def test_only_blocks_of_a_model_that_cannot_be_searched_ends_no_prompt(flux, attach, engine, conditioning, latent, monkeypatch):
+    expected = sample(flux, conditioning, latent, 1.0, seed=1)
+    monkeypatch.setattr(engine("compile.binding"), "_searches", lambda _model: 1 / 0)
+    compiled = attach(flux, only_blocks="single_blocks.*")
+    assert torch.equal(sample(compiled, conditioning, latent, 1.0, seed=1), expected)
+
+
 def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditioning):
     sizes = engine("host.nodes.warmup_plan").Size
     invalid = engine("errors").InvalidSetting

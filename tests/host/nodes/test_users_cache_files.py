@@ -99,6 +99,8 @@ def test_what_is_no_cache_file_of_the_folder_is_named(engine, kit):
     load = engine("host.nodes.cache_files").load_cache
     assert "'x.txt' is no cache file, whose name ends in .tckcache" in load("x.txt")
     assert f"'other.tckcache' is not in {kit}" in load("other.tckcache")
+    for odd in (None, 7, "x" * 300, "a\0b"):  # as a switch may hand it on
+        assert "not loaded" in load(odd)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
