@@ -17,6 +17,8 @@ from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort, choose, kind_of, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks, foreign_forward, size_of, unwrapped
 from ..channels_last import function_mode
+from ..failures.describe import is_out_of_memory
+from ..log import logger
 from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
@@ -186,15 +188,30 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     # Look at the block only now that it is called: wrappers around the model, or code between its blocks, may have changed it.
     group, state = (None, None) if run.code is None else run.code.group_of(block, run.settings)
     try:
-        if run.weights is not None:
-            with function_mode.paused():
-                run.weights.place()
-        if group is None or state is None:
+        if not _has_weights(run) or group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
         return group(block, state, run.call, args, kwargs, functools.partial(_may_begin, run, group, block))
     finally:
         if run.weights is not None:
             run.weights.release()
+
+
+def _has_weights(run: _Run) -> bool:
+    """Put the block's weights in place; False where there is no room for all at once: the host fetches layer by layer."""
+    if run.weights is None:
+        return True
+    try:
+        with function_mode.paused():
+            run.weights.place()
+    except RuntimeError as error:
+        if not is_out_of_memory(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            raise
+        logger.debug("no room for the weights of a block: %s", error)
+    else:
+        return True
+    run.weights.release()
+    run.call.uncompiled = True
+    return False
 
 
 def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:

@@ -42,6 +42,29 @@ def test_partial_loading_takes_the_graphs_of_full_loading(flux):
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
 
 
+@pytest.mark.parametrize("place", ["fetch", "resolve"])
+def test_weights_that_find_no_room_together_cost_no_image(flux, engine, monkeypatch, place):
+    """The host has one layer at a time on the device."""
+    expected, fetched, calls = flux.run(flux.patcher), engine("host.weights.dynamic_vram").PagedLayers, []
+    work, model, compiled = getattr(fetched, place), flux.patcher.model, flux.attach(flux.patcher)
+
+    def full(layers):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return work(layers)
+
+    with paged(monkeypatch, model) as pages:
+        pages.resident = set(pages.layers)
+        flux.run(compiled)
+        before = layer_state(model)
+        monkeypatch.setattr(fetched, place, full)
+        for _ in range(2):
+            assert relative_error(flux.run(compiled), expected) < 1e-6
+        assert len(calls) > 3 and not flux.failures and not pages.pinned
+        assert same_state(layer_state(model), before)
+
+
 def test_lora_under_partial_loading_adds_no_graph(flux):
     import comfy.sd
 
