@@ -64,8 +64,8 @@ class TorchCompile(io.ComfyNode):
                     min=0,
                     max=choices.MAX_CACHE_LIMIT,
                     advanced=True,
-                    tooltip="Only matters with dynamic = false: how many sizes are compiled before further ones run "
-                    f"uncompiled. 0 = {choices.AUTOMATIC_CACHE_LIMIT}.",
+                    tooltip="Matters with dynamic = false above all: how many variants of a kind of block (each size is one) "
+                    f"are compiled before others run uncompiled. 0 = {choices.AUTOMATIC_CACHE_LIMIT}.",
                 ),
                 io.Combo.Input(
                     "block_swap",

@@ -115,7 +115,7 @@ _UTF8 = "PyTorch reads its own files in the encoding of this system: set the var
 # PyTorch before 2.15 needs the name to import inductor; a second import of the half-imported one says "already registered".
 _NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
-_MEMORY = "There was too little memory to compile the block; the next run tries again."
+_MEMORY = "There was too little memory to compile the block; the next runs try again, three times at most."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
 _CPP_FAILED = {
     "spaced": _SPACED,

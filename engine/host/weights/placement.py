@@ -30,8 +30,9 @@ def spread_weights(executor, model, *args, **kwargs):
     if not host().list_of_layers:
         return executor(model, *args, **kwargs)
     base_model, device = model.model, model.load_device
-    if model.is_dynamic() and device not in _paged(base_model):
-        # Pages are allocated once; afterwards the host only moves the line between kept and paged.
+    if model.is_dynamic() and device not in _paged(base_model) and model.loaded_size() < model.model_size():
+        # Pages are allocated once; afterwards the host only moves the line between kept and paged. While all are there, as when
+        # a prompt without this pack has filled them, no line is needed.
         _forget_pages(base_model, device)
         _paged(base_model).add(device)
     with nullcontext() if model.is_dynamic() or device.type == "cpu" else _buffers_announced(model):

@@ -361,7 +361,7 @@ def test_without_memory_for_long_it_is_tried_in_the_next_run(engine, monkeypatch
     step = CompiledNet(engine, net, backend=Compiler(*[torch.OutOfMemoryError("no memory")] * thread.ATTEMPTS))
     assert torch.equal(step.call(False, x), net(x))
     (failure,) = step.failures
-    assert "memory" in failure and "the next run tries again" in failure
+    assert "memory" in failure and "the next runs try again" in failure
     step.new_run()
     assert torch.equal(step.call(False, x), net(x))
     assert not step(x)[1] and not step.failures

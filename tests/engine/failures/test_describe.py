@@ -119,7 +119,7 @@ def test_a_compiler_without_memory_costs_no_image(engine, run, backend, known):
     net, x = Net(), torch.randn(2, 4, 8)
     assert torch.equal(run(net, x), Net.forward(net, x))
     (failure,) = failures(engine, net)
-    assert failure.may_pass and "the next run tries again" in failure.message()
+    assert failure.may_pass and "the next runs try again" in failure.message()
     with pytest.raises(engine("errors").BlockCompileError, match="too little memory"):
         run(Net(), x, on_failure="stop")
 

@@ -370,6 +370,36 @@ def test_a_copy_of_a_patcher_whose_original_is_gone_is_loaded_evenly(method, flu
     assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory < flux.patcher.model_size()
 
 
+def test_pages_that_a_prompt_without_the_node_has_filled_stay_while_all_are_there(engine):
+    """Filled anew they would wait for RAM or the file: seconds of the first image with the node."""
+    placement, model = engine("host.weights.placement"), nn.Linear(2, 2)
+
+    class Paged:
+        load_device, loaded = torch.device("cpu"), 100
+
+        def __init__(self):
+            self.model = model
+
+        def is_dynamic(self):
+            return True
+
+        def loaded_size(self):
+            return self.loaded
+
+        def model_size(self):
+            return 100
+
+    patcher, runs = Paged(), []
+    model.dynamic_vbars = {patcher.load_device: "pages of the host"}
+    for loaded, left in ((100, True), (60, False)):
+        Paged.loaded = loaded
+        placement.spread_weights(lambda *_: runs.append(1), patcher)
+        assert bool(model.dynamic_vbars) == left
+    model.dynamic_vbars[patcher.load_device] = "pages in our order"
+    placement.spread_weights(lambda *_: runs.append(1), patcher)
+    assert model.dynamic_vbars and len(runs) == 3
+
+
 @pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 2.0), (0.0, 2.0)])
 def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers, flux, engine, monkeypatch):
     """As much as may be needed: two of the largest block's size, all of which may travel."""
