@@ -216,7 +216,13 @@ def switched_off() -> str | None:
     """What keeps PyTorch's compiler from doing anything, or None (torch/_dynamo/config.py, eval_frame.py)."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE=1"
-    if unsupported() is not None or not getattr(NAMES["dynamo_config"].find(), "disable", False):
+    if unsupported() is not None:
+        return None
+    # Of the whole process: nothing is compiled, or PyTorch raises where we would compile. Not imported: nobody has set it.
+    stance = getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "default")
+    if stance != "default":
+        return f'torch.compiler.set_stance("{stance}")'
+    if not getattr(NAMES["dynamo_config"].find(), "disable", False):
         return None
     return "TORCH_COMPILE_DISABLE=1" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "torch._dynamo.config.disable"
 

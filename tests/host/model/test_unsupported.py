@@ -72,6 +72,18 @@ def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
         assert switch in engine("failures.machine").preflight_here(False)[1][0]
 
 
+@pytest.mark.parametrize("stance", ["fail_on_recompile", "force_eager"])
+def test_a_stance_that_another_pack_has_set_for_the_process_ends_no_prompt(tiny, engine, stance):
+    runs, settings = Runs(tiny, engine, "flux", cfg=1.0), engine("settings").CompileSettings()
+    expected = runs.plain()
+    with torch.compiler.set_stance(stance):
+        attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
+        same(runs.run(attached), expected, "with the node")
+        said = f'torch.compiler.set_stance("{stance}")'
+        assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: left as it is: {said}"]
+    assert engine("torch_compat.private").switched_off() is None
+
+
 def test_pytorchs_compiler_is_switched_off_meanwhile(tiny, engine):
     """Nothing was compiled from then on, without a word."""
     runs, settings = Runs(tiny, engine, "flux", cfg=1.0), engine("settings").CompileSettings(backend="eager")
