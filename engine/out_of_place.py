@@ -22,6 +22,7 @@ _OPERATORS: dict[Any, Callable] = {
 }
 _METHODS = {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
 _NAMES = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE_METHODS = {f"__i{name}__" for name in _NAMES} | {"__setitem__"}
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _NAMES)}
 
 
@@ -72,6 +73,7 @@ def _works_in_place(node: fx.Node) -> bool:
     is_method = node.op == "call_method"
     name = str(node.target) if is_method else getattr(node.target, "__name__", "")
     in_name = name.endswith("_") and not (is_method and name.endswith("__"))
+    in_name |= is_method and name in _IN_PLACE_METHODS
     return in_name or node.target in _IN_PLACE or "out" in node.kwargs or _is_told_to(node)
 
 

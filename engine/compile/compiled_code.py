@@ -195,7 +195,8 @@ class BlockCode:
                 for_host = never_swallowed(error) and not is_compilers
                 if is_of_another(error) or (not is_limit_hit(error) and (not session.started or for_host)):
                     raise
-                if isinstance(error, BlockCompileError) or (has_run and not changed.can_be_put_back):
+                has_breaks = self.patches or self.breaks_alone or (session.started and session.stats().graph_breaks)
+                if isinstance(error, BlockCompileError) or ((has_run or has_breaks) and not changed.can_be_put_back):
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()

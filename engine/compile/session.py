@@ -216,14 +216,16 @@ class CompileSession:
         if is_first:
             self._breaks = private.counters["graph_break"].copy()
             self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
-        with ExitStack() as scopes:  # all of them or, after an error, none
-            scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches(self.sources)))
-            scopes.enter_context(tracing_scope.applied(**TRACING))
-            scopes.enter_context(static_heads(*self.arguments))
-            self._scopes = scopes.pop_all()
-        self.is_loose = is_loose
-        if is_first:
-            self.on_first()
+        try:
+            with ExitStack() as scopes:  # all of them or, after an error, none
+                scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches(self.sources)))
+                scopes.enter_context(tracing_scope.applied(**TRACING))
+                scopes.enter_context(static_heads(*self.arguments))
+                self._scopes = scopes.pop_all()
+            self.is_loose = is_loose
+        finally:
+            if is_first:
+                self.on_first()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began

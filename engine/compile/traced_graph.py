@@ -231,6 +231,7 @@ class TracedGraph:
         self._job: Job | None = None
         self._is_refused = False  # the call that traces it must lower it
         self._has_run = False
+        self._lacked_in = -1  # start of the call of the model in which the code has lacked memory
 
     def __call__(self, *args: Any) -> Any:
         monitor.calls[-1].release()
@@ -322,8 +323,8 @@ class TracedGraph:
 
     def _run_code(self, args: tuple) -> Any:
         """Run the code. Where it fails, as a kernel may on this GPU or at this size, or lacks memory, run without it."""
-        is_first = not self._has_run
-        if is_first and is_capturing(self._device):
+        is_first, call = not self._has_run, monitor.calls[-1].call
+        if (is_first and is_capturing(self._device)) or self._lacked_in == call.began:
             return self._run_traced(*args)
         code, changed = self._code, None
         assert code is not None
@@ -338,20 +339,22 @@ class TracedGraph:
                 raise
             if self._writes and (changed is None or not changed.put_back()):
                 raise
+            owner: Any = self._owner()
             if not lacks_memory:
                 self._code = None
-                owner: Any = self._owner()
                 owner.lowering_failed(error, self._version)
                 owner.raise_if_stopped()
-                return self._run_traced(*args)
         else:
             self._has_run = True
             return result
         # Here the error is gone, which held what the code had allocated. The copies, too, may have filled the memory.
-        if changed is None:
-            return self._run_traced(*args)
-        del changed
-        return code(*args)
+        if lacks_memory and changed is not None:
+            del changed
+            return code(*args)
+        if lacks_memory:
+            self._lacked_in, call.uncompiled, owner.ran_uncompiled = call.began, True, True
+            logger.info("%s: too little memory for its code in this step, runs uncompiled", owner.name)
+        return self._run_traced(*args)
 
     def _trace_anew(self, args: tuple) -> Any:
         """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call
@@ -376,9 +379,9 @@ class TracedGraph:
             session.hold()
             try:
                 result = (compiled if may_trace else private.run(function))(*args)
+                has_run = may_trace or session.has_run
             finally:
-                session.sources = outer
-            has_run, session.has_run = may_trace or session.has_run, True
+                session.sources, session.has_run = outer, True
         if not has_run:
             call.uncompiled = owner.ran_uncompiled = True
             call.put_off |= not (call.may_trace or owner.limit_reached)

@@ -56,10 +56,11 @@ def lacks_memory(error: BaseException) -> bool:
     return any(isinstance(e, MemoryError) or is_out_of_memory(e) for e in chain(error))
 
 
-# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, of Triton's launcher, and for RAM of PyTorch's.
+# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, of Triton's launcher, for RAM and MPS of PyTorch's, and of
+# comfy-aimdo's.
 _NO_MEMORY = re.compile(
     r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory|DefaultCPUAllocator:"
-    r"|MPS backend out of memory"
+    r"|MPS backend out of memory|VRAM grow failed|Fault failed: 2"
 )
 
 

@@ -8,12 +8,12 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "locales"
-LANGUAGES = tuple(folder.name for folder in FOLDER.iterdir())
+LANGUAGES = tuple(file.parent.name for file in FOLDER.glob("*/report.json") if file.with_name("main.json").is_file())
 ENGLISH = "en"
 _spoken: ContextVar[object] = ContextVar("language", default=None)
 # Gives the language of the prompt that runs; nodes/routes.py sets this function.
@@ -83,4 +83,5 @@ def _page_texts(name: str) -> dict[str, str]:
 
 # At once: an update of this pack may exchange the files before ComfyUI is started again.
 for _name in LANGUAGES:
-    _texts(_name), _page_texts(_name)
+    with suppress(OSError, ValueError, KeyError):  # of a language that nobody may speak
+        _texts(_name), _page_texts(_name)

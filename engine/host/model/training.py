@@ -72,7 +72,6 @@ def free_trained() -> None:
     """Free the models of trainings that are over. The trainer leaves them in cycles, and the host collects those only after the
     prompt: until then their weights would take the VRAM that a sampler in the same prompt needs."""
     if _trained and not comfy.model_management.in_training:
-        _trained.clear()
         gc.collect()
 
 

@@ -54,7 +54,8 @@ def repair(choice: str) -> tuple[Path, str]:
         text += b" " * (-len(text) % 8)  # the weights stay aligned
         done = target, say("repaired", count, len(header) - ("__metadata__" in header), target.name)
         if target.exists():
-            if _begins_with(target, text, path.stat().st_size - source.tell()):
+            is_later = target.stat().st_mtime_ns >= path.stat().st_mtime_ns
+            if is_later and _begins_with(target, text, path.stat().st_size - source.tell()):
                 return done  # an earlier prompt's
             raise InvalidSetting("file", choice, f"{target.name} is there already: use it, or delete it first.")
         unfinished = target.with_suffix(".partial")

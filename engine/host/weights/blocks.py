@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidSetting
+from ...failures.describe import is_out_of_memory
 from ...settings import CompileSettings
 from ..adapter import host
 from . import dynamic_vram as paging
@@ -124,8 +125,13 @@ class BlockWeights:
         for module in self._recast:
             self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
         if self.order is not None and self.following is not None:
-            self.following.fetch()
             self.order.prefetched = self.following
+            try:
+                self.following.fetch()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.following.drop()  # this block has its weights; that one tries again when it runs
 
     def release(self) -> None:
         """Undo `place`; the memory may be used again once the block's work is done."""

@@ -103,8 +103,12 @@ class PagedLayers:
     def fetch(self) -> None:
         if not self._fetched:
             self._fetched = True
-            with _streams.next(self._device):
-                self._stream = self._calls.cast(self._layers, None, self._device, None, True)
+            try:
+                with _streams.next(self._device):
+                    self._stream = self._calls.cast(self._layers, None, self._device, None, True)
+            except BaseException:
+                self.drop()
+                raise
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """Wait (on the device) for the copies and return the weights per layer, LoRA and casts applied."""

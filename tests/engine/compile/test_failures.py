@@ -1,5 +1,6 @@
 """Blocks that cannot be compiled, now or at all, seen from outside: the image is eager's, and what may pass is tried again."""
 
+import copy
 import threading
 import weakref
 
@@ -168,7 +169,7 @@ def test_code_that_fails_at_a_size_costs_no_image(engine, at):
 @pytest.mark.parametrize("at", ["its first run", "a later run"])
 def test_code_that_lacks_memory_costs_no_image(engine, at, writes):
     """Operator by operator there may be room; where an input may be written to, the host is told. The code stays."""
-    lacks, runs = [], []
+    lacks, runs, blocks = [], [], 3
 
     def lacking(graph, _inputs):
         def code(*args):
@@ -184,7 +185,7 @@ def test_code_that_lacks_memory_costs_no_image(engine, at, writes):
             x += 1
             return super().forward(x)
 
-    net, x = Net(Writes if writes else Plain, count=1), torch.randn(2, 4, 8)
+    net, x = Net(Writes if writes else Plain, blocks), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=lacking)
     step.call(False, x.clone())
     if at == "a later run":
@@ -194,18 +195,36 @@ def test_code_that_lacks_memory_costs_no_image(engine, at, writes):
         with pytest.raises(torch.OutOfMemoryError):
             step.call(False, x.clone())
     else:
-        assert torch.allclose(step.call(False, x.clone()), net(x.clone()))
+        before = len(runs)
+        result, uncompiled = step(x.clone())
+        assert torch.allclose(result, net(x.clone())) and uncompiled
+        assert len(runs) == before + 1, "the other blocks of the step do not try"
     before = len(runs)
     lacks.clear()
     assert torch.allclose(step.call(False, x.clone()), net(x.clone())) and len(runs) > before and not step.failures
 
 
+def full(_tensor):
+    raise RuntimeError("CUDA error: out of memory")  # as CUDA itself says it
+
+
+class PatchedFirst(Block):
+    """Calls its patch before all else."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006  as the host writes it
+        for patch in transformer_options.get("patches", {}).get("attn1_output_patch", []):
+            x = patch(x, transformer_options)
+        return super().forward(x)
+
+
+class PatchedFirstNet(Net):
+    def __init__(self):
+        super().__init__(PatchedFirst, count=2)
+
+
 @pytest.mark.parametrize("has_run", [False, True], ids=["at once", "after a piece has run"])
 def test_a_failure_without_copies_costs_the_image_only_where_a_graph_has_run(engine, monkeypatch, has_run):
     """There was no memory for copies of the inputs; but if nothing has run, nothing has been written to them."""
-
-    def full(_tensor):
-        raise RuntimeError("CUDA error: out of memory")  # as CUDA itself says it
 
     monkeypatch.setattr(engine("compile.call_shapes"), "memory_of", full)
     net, x = (BrokenNet if has_run else Net)(), torch.randn(2, 4, 8)
@@ -217,6 +236,27 @@ def test_a_failure_without_copies_costs_the_image_only_where_a_graph_has_run(eng
             step.call(False, x.clone())
     else:
         assert torch.allclose(step.call(False, x.clone()), net(x.clone())) and step.failures
+
+
+@pytest.mark.parametrize("fault", ["settings", "no room for copies"])
+def test_inputs_that_a_failing_block_has_changed_are_not_given_to_it_again(engine, monkeypatch, fault):
+    """The first piece, or a patch before all pieces, has written to the input: it is restored, or the error is told."""
+    net, x, patches = BrokenNet(), torch.randn(2, 4, 8), {}
+    if fault == "settings":
+        monkeypatch.setattr(engine("compile.compiled_code"), "traced_state", lambda *_: 1 / 0)
+        step = CompiledNet(engine, net, backend=Compiler(None, *[ValueError("no kernel for this")] * 9))
+    else:
+        net = PatchedFirstNet()
+        patches = {"transformer_options": {"patches": {"attn1_output_patch": [lambda x, _options: x.add_(1)]}}}
+        monkeypatch.setattr(engine("compile.call_shapes"), "memory_of", full)
+        step = CompiledNet(engine, net, backend=Compiler(*[ValueError("no kernel for this")] * 9))
+    engine("compile.traced_graph").LOWERERS.pop(step.settings.backend)  # in the call
+    expected = net(x.clone(), **copy.deepcopy(patches))
+    if fault == "settings":
+        assert torch.allclose(step.call(False, x.clone()), expected)
+    else:
+        with pytest.raises(Exception, match="no kernel for this"):
+            step.call(False, x.clone(), **patches)
 
 
 @pytest.mark.parametrize("fault", ["before the settings", "after them"])

@@ -1,6 +1,7 @@
 """Files that a trainer saved while its model was compiled."""
 
 import json
+import os
 import re
 
 import pytest
@@ -67,6 +68,10 @@ def test_what_needs_no_repair_stays_and_nothing_is_replaced(engine, folders):
     before = path.stat()
     assert repair("loras/c.safetensors") == (path, sentence), "as after a restart, with the same workflow"
     assert path.stat() == before
+    safetensors.torch.save_file({"_orig_mod.a.weight": torch.zeros(3)}, folders / "loras" / "c.safetensors")
+    os.utime(folders / "loras" / "c.safetensors", ns=(before.st_mtime_ns + 10**9,) * 2)
+    with pytest.raises(invalid, match=r"c_repaired\.safetensors is there already"):  # of the file before it was trained anew
+        repair("loras/c.safetensors")
     for other in (torch.ones(4), torch.ones(3, dtype=torch.float64)):
         safetensors.torch.save_file({"a.weight": other}, path)
         content = path.read_bytes()

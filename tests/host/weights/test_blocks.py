@@ -42,8 +42,9 @@ def test_partial_loading_takes_the_graphs_of_full_loading(flux):
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("VRAM grow failed: 2")], ids=str)
 @pytest.mark.parametrize("place", ["fetch", "resolve"])
-def test_weights_that_find_no_room_together_cost_no_image(flux, engine, monkeypatch, place):
+def test_weights_that_find_no_room_together_cost_no_image(flux, engine, monkeypatch, place, error):
     """The host has one layer at a time on the device."""
     expected, fetched, calls = flux.run(flux.patcher), engine("host.weights.dynamic_vram").PagedLayers, []
     work, model, compiled = getattr(fetched, place), flux.patcher.model, flux.attach(flux.patcher)
@@ -51,7 +52,7 @@ def test_weights_that_find_no_room_together_cost_no_image(flux, engine, monkeypa
     def full(layers):
         calls.append(1)
         if len(calls) % 3 == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return work(layers)
 
     with paged(monkeypatch, model) as pages:
@@ -63,6 +64,26 @@ def test_weights_that_find_no_room_together_cost_no_image(flux, engine, monkeypa
             assert relative_error(flux.run(compiled), expected) < 1e-6
         assert len(calls) > 3 and not flux.failures and not pages.pinned
         assert same_state(layer_state(model), before)
+
+
+def test_a_prefetch_that_finds_no_room_halfway_is_made_again_by_its_block(flux, monkeypatch):
+    """The host had begun to fetch the layers of the next block."""
+    expected, compiled, calls = flux.run(flux.patcher), flux.attach(flux.patcher), []
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        flux.run(compiled)
+        fault = pages.fault
+
+        def full(allocation):
+            calls.append(1)
+            if len(calls) % 7 == 0:
+                raise RuntimeError("Fault failed: 2")
+            return fault(allocation)
+
+        monkeypatch.setattr(pages, "fault", full)
+        for _ in range(2):
+            assert relative_error(flux.run(compiled), expected) < 1e-6
+        assert len(calls) > 14 and not flux.failures and not pages.pinned
 
 
 def test_lora_under_partial_loading_adds_no_graph(flux):
