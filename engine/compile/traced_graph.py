@@ -350,7 +350,9 @@ class TracedGraph:
         # Here the error is gone, which held what the code had allocated. The copies, too, may have filled the memory.
         if lacks_memory and changed is not None:
             del changed
-            return code(*args)
+            result = code(*args)
+            self._has_run = True
+            return result
         if lacks_memory:
             self._lacked_in, call.uncompiled, owner.ran_uncompiled = call.began, True, True
             logger.info("%s: too little memory for its code in this step, runs uncompiled", owner.name)

@@ -121,7 +121,7 @@ FOREIGN = {
     "torch.nn.Module": """_buffers _parameters _compiled_call_impl _forward_hooks _forward_pre_hooks _call_impl
         _wrapped_call_impl""",
     "torch._dynamo.decorators": "_dynamo_static_indices _has_dynamo_dim_marking",
-    "torch._dynamo.eval_frame": "_orig_mod _stance _torchdynamo_orig_callable _torchdynamo_wrapper_id",
+    "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable _torchdynamo_wrapper_id",
     "torch._dynamo.metrics_context": "_edits",
     "torch._ops.OpOverload": "_schema",
     "torch.library.Library": "_destroy",

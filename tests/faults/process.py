@@ -148,7 +148,7 @@ class Process:
         )
 
     def save(self, name):
-        self.module("engine.host.nodes.cache_files").save_cache(self.compiled, name)
+        self.answer["saved"] = self.module("engine.host.nodes.cache_files").save_cache(self.compiled, name)[1]
 
     def load(self, name):
         self.answer["loaded"] = self.module("engine.host.nodes.cache_files").load_cache(name)

@@ -140,6 +140,11 @@ def refused(answer, action, *words, error="CacheFileError"):
     return True
 
 
+def not_saved(answer):
+    """The node says so, and the prompt goes on."""
+    return not answer["raised"] and answer["saved"].startswith("Not saved: ") and "cannot be written" in answer["saved"]
+
+
 def next_process(machine):
     """In the background the first run is eager, whatever is on the disk."""
     answer = machine.process("run", "run")
@@ -152,9 +157,7 @@ def next_process(machine):
 
 def cannot_save(machine):
     before = machine.saved.read_bytes()
-    assert refused(
-        machine.process("run", "fail=engine.cache.archive.write_whole:io", "save=mine"), "save=mine", "cannot be written"
-    )
+    assert not_saved(machine.process("run", "fail=engine.cache.archive.write_whole:io", "save=mine"))
     assert machine.saved.read_bytes() == before and not machine.leftovers()
     right(machine.process("run", "save=mine"))
 
@@ -251,7 +254,7 @@ def full_disk(machine):
 def full_disk_saving(machine):
     before = machine.saved.read_bytes()
     answer = machine.process("run", "limit", "save=mine")
-    assert refused(answer, "save=mine", "cannot be written") and machine.saved.read_bytes() == before
+    assert not_saved(answer) and machine.saved.read_bytes() == before
     assert not machine.leftovers() and right(answer)
 
 
@@ -332,7 +335,7 @@ def read_only_saving(machine):
     machine.saved.unlink()
     machine.saved.mkdir()  # cannot be replaced by a file
     answer = machine.process("run", "save=mine")
-    assert refused(answer, "save=mine", "cannot be written") and not machine.leftovers()
+    assert not_saved(answer) and not machine.leftovers()
     assert right(answer)
 
 
