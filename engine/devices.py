@@ -12,8 +12,10 @@ from .torch_compat import private
 gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
-def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Whether a CUDA graph is captured on the current stream; never on a `device` that is no GPU."""
+    has_stream = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+    return has_stream and torch.cuda.is_current_stream_capturing()
 
 
 def others_in_use(device: torch.device) -> list[torch.device]:

@@ -17,6 +17,7 @@ from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort, choose, kind_of, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks, foreign_forward, size_of, unwrapped
 from ..channels_last import function_mode
+from ..devices import is_capturing
 from ..failures.describe import is_out_of_memory
 from ..log import logger
 from ..ownership import exchanged, given_forward, named_origin
@@ -204,7 +205,7 @@ def _has_weights(run: _Run) -> bool:
         with function_mode.paused():
             run.weights.place()
     except RuntimeError as error:
-        if not is_out_of_memory(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not is_out_of_memory(error) or is_capturing():
             raise
         logger.debug("no room for the weights of a block: %s", error)
     else:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..background.model_call import ModelCall, next_moment
 from ..background.thread import Job
+from ..devices import is_capturing
 from ..errors import BlockCompileError
 from ..failures.describe import Failure, describe_failure, is_limit_hit, is_out_of_memory, never_swallowed
 from ..log import logger
@@ -185,7 +186,7 @@ class BlockCode:
         except Exception as error:
             is_compilers, has_run = isinstance(error, private.BackendCompilerFailed), session.has_run
             lacks_memory = has_run and changed.has_copies and is_out_of_memory(error) and not is_compilers
-            if is_of_another(error) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            if is_of_another(error) or is_capturing():
                 lacks_memory = False
             session.release()
             if lacks_memory:

@@ -20,7 +20,7 @@ from ..ownership import forward_inside, forward_of_class, named_origin, rewrappe
 from ..settings import CompileSettings
 from ..transformer_options.filter import OptionsFilter
 from .call_shapes import in_usual_layout, shapes_of
-from .compiled_code import BlockCode, first_call_lock
+from .compiled_code import OTHERS, BlockCode, first_call_lock
 from .eager import Eager, why_eager
 from .session import CompileStats, watching
 
@@ -114,7 +114,7 @@ class BlockGroup:
         if self.called_in == self._came_in:
             return None
         reason = f"another node has replaced its forward by {named_origin(self._outer)}."
-        return Failure(self.class_name, reason, "Other blocks stay compiled.")
+        return Failure(self.class_name, reason, OTHERS)
 
     def new_run(self) -> None:
         self._in_vain.clear()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..background.model_call import ModelCall
+from ..devices import is_capturing
 from ..log import logger
 from ..ownership import depth_of_foreign
 from ..torch_compat import private
@@ -239,7 +240,7 @@ class CompileSession:
         A CUDA graph capture takes no lock: it does not trace, and already holds one for which others wait.
         """
         global _is_long_held
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return
         self.is_held = private.compile_lock.acquire(timeout=0.0 if _is_long_held else LOCK_SECONDS)
         _is_long_held = not self.is_held
