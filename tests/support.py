@@ -269,6 +269,11 @@ class CompiledNet:
         return sum(group.stats.graphs for group in self._groups)
 
     @property
+    def compiles(self):
+        """How often code has come or gone, for CUDA graphs that hold code."""
+        return self.engine("compile.registry").code_of(self.net).compiles
+
+    @property
     def graph_breaks(self):
         return sum(group.stats.graph_breaks for group in self._groups)
 

@@ -322,7 +322,8 @@ class TracedGraph:
         owner.count_lowered(seconds, int(code.was_kept), code.name)
 
     def _run_code(self, args: tuple) -> Any:
-        """Run the code. Where it fails, as a kernel may on this GPU or at this size, or lacks memory, run without it."""
+        """Run the code. Where it fails, as a kernel may on this GPU or at this size, or lacks memory, run without it; if it has
+        written to its inputs, and there is no copy of them, that call fails."""
         is_first, call = not self._has_run, monitor.calls[-1].call
         if (is_first and is_capturing(self._device)) or self._lacked_in == call.began:
             return self._run_traced(*args)
@@ -337,24 +338,25 @@ class TracedGraph:
             lacks_memory = is_out_of_memory(error)
             if is_capturing(self._device) or (never_swallowed(error) and not lacks_memory):
                 raise
-            if self._writes and (changed is None or not changed.put_back()):
-                raise
+            self._has_run = False  # the next time with copies
             owner: Any = self._owner()
             if not lacks_memory:
                 self._code = None
                 owner.lowering_failed(error, self._version)
+            if self._writes and (changed is None or not changed.can_be_put_back):
+                raise
+            if not lacks_memory:
                 owner.raise_if_stopped()
         else:
             self._has_run = True
             return result
-        # Here the error is gone, which held what the code had allocated. The copies, too, may have filled the memory.
-        if lacks_memory and changed is not None:
-            del changed
-            result = code(*args)
-            self._has_run = True
-            return result
+        # Here the error is gone, which held what the code had allocated.
+        if changed is not None:
+            changed.put_back()
+            del changed  # there may be no room beside the copies
         if lacks_memory:
             self._lacked_in, call.uncompiled, owner.ran_uncompiled = call.began, True, True
+            owner.compiles += 1  # so that no CUDA graph is captured in the next call: it would hold this graph's operators
             logger.info("%s: too little memory for its code in this step, runs uncompiled", owner.name)
         return self._run_traced(*args)
 

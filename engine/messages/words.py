@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "locales"
-LANGUAGES = tuple(file.parent.name for file in FOLDER.glob("*/report.json") if file.with_name("main.json").is_file())
 ENGLISH = "en"
 _spoken: ContextVar[object] = ContextVar("language", default=None)
 # Gives the language of the prompt that runs; nodes/routes.py sets this function.
@@ -81,7 +80,11 @@ def _page_texts(name: str) -> dict[str, str]:
     return json.loads((FOLDER / name / "main.json").read_text(encoding="utf-8"))["torchCompileKit"]
 
 
-# At once: an update of this pack may exchange the files before ComfyUI is started again.
-for _name in LANGUAGES:
-    with suppress(OSError, ValueError, KeyError):  # of a language that nobody may speak
-        _texts(_name), _page_texts(_name)
+def _is_readable(name: str) -> bool:
+    with suppress(OSError, ValueError, KeyError):
+        return bool(_texts(name) and _page_texts(name))
+    return False
+
+
+# Read at once: an update of this pack may exchange the files before ComfyUI is started again.
+LANGUAGES = tuple(filter(_is_readable, (folder.name for folder in FOLDER.iterdir())))

@@ -197,15 +197,18 @@ def copies_fill_memory(case):
         copies.extend(weakref.ref(copy) for _, copy in self._kept)
 
     def after_code():
-        if any(copy() is not None for copy in copies):
+        if is_short and any(copy() is not None for copy in copies):
             refused.append(1)
             raise torch.OutOfMemoryError("no memory beside the copies")
 
     case.monkeypatch.setattr(changed, "keep", counted)
     case.monkeypatch.setattr(case.engine("compile.traced_graph"), "written_by", lambda node: [node])  # else nothing is copied
     case.compiler.after_code = after_code
-    case.is_compiled()
-    assert len(refused) == len(case.groups) and not case.failures, "each code runs for the first time once"
+    is_short = [True]
+    for _ in range(3):
+        case.is_right()
+    assert refused and not case.failures
+    is_short.clear()
 
 
 def no_copies_nor_compiler(case):

@@ -45,7 +45,7 @@ HERE = [
     Row("out of memory", "at once", "in the compiler", "eager until the next run", "no_memory_to_compile"),
     Row("out of memory", "at once", "for copies of the inputs", "compiled all the same", "no_copies"),
     Row("out of memory", "at once", "for copies, then in the compiler", "eager until the next run", "no_copies_nor_compiler"),
-    Row("out of memory", "background", "beside copies of the inputs", "compiled all the same", "copies_fill_memory"),
+    Row("out of memory", "background", "beside copies of the inputs", "uncompiled until there is", "copies_fill_memory"),
     Row("out of memory", "sampling", "in the last layer", "the host sees it, no new code", "no_memory_to_sample"),
     Row("interrupt", "background", "cancel while the thread compiles", "stops; the code is made", "cancelled_meanwhile"),
     Row("interrupt", "at once", "cancel while it compiles", "stops after that code", "cancelled_compiling"),

@@ -46,7 +46,7 @@ _trained: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDiction
 def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
     """An ON_CLONE callback: blocks of a clone with another model run compiled while gradients are wanted."""
     network = clone.model.diffusion_model
-    if network is patcher.model.diffusion_model:
+    if network is patcher.model.diffusion_model or torch.is_inference_mode_enabled():  # a copy for another GPU, for sampling
         return
     _load_as_a_whole(clone)
     trained = _trained[network] = Trained(code_of(network), settings)
@@ -60,8 +60,8 @@ def _load_as_a_whole(clone: Any) -> None:
     come and go between forward and backward. The trainer asks for all of them on the GPU (`force_full_load`), as without
     dynamic VRAM, and has loaded them as a patcher without it does (comfy/model_patcher.py, `clone`)."""
     paged = comfy.model_patcher.ModelPatcherDynamic
-    if type(clone) not in (paged, overridden(paged, EvenLoad)) or torch.is_inference_mode_enabled():
-        return  # not paged, or a copy for another GPU, for sampling
+    if type(clone) not in (paged, overridden(paged, EvenLoad)):
+        return
     # In a process with dynamic VRAM weights keep the file's dtype when they are loaded, also where the model has another one.
     is_of_its_dtype = {p.dtype for p in clone.model.diffusion_model.parameters()} == {clone.model_dtype()}
     if is_of_its_dtype and clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):

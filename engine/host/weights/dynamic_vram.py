@@ -17,6 +17,7 @@ Life cycle of a whole model's pages, for CUDA graphs (`AllPages`):
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import comfy.model_management
 import comfy.ops
@@ -60,11 +61,11 @@ class _Streams:
         return self._pairs[device]
 
     @contextmanager
-    def next(self, device: torch.device) -> Iterator[None]:
-        """A context in which the host copies weights for this thread on the pair's next stream."""
+    def next(self, device: torch.device) -> Iterator[Any]:
+        """A context in which the host copies weights for this thread on the pair's next stream, which it yields."""
         pair = self.of(device)
         if not pair:
-            yield
+            yield None
             return
         pair.reverse()
         stream = pair[0]
@@ -73,7 +74,7 @@ class _Streams:
         try:
             # Other threads get the host's streams.
             with self._scope.wrapping(stream=lambda hosts: lambda on: getattr(self._taken, "stream", None) or hosts(on)):
-                yield
+                yield stream
         finally:
             self._taken.stream = None
 
@@ -104,7 +105,7 @@ class PagedLayers:
         if not self._fetched:
             self._fetched = True
             try:
-                with _streams.next(self._device):
+                with _streams.next(self._device) as self._stream:
                     self._stream = self._calls.cast(self._layers, None, self._device, None, True)
             except BaseException:
                 self.drop()
@@ -115,7 +116,11 @@ class PagedLayers:
         comfy.model_management.sync_stream(self._device, self._stream)
         placed = []
         for layer in self._layers:
-            weight, bias = self._calls.resolve(layer, *_cast_of(layer, self._device, self._dtype))
+            try:
+                weight, bias = self._calls.resolve(layer, *_cast_of(layer, self._device, self._dtype))
+            except BaseException:
+                layer._v_signature = None  # the host has noted the page as whole before it adds the LoRA
+                raise
             placed.append((layer, {"weight": parameter(weight), "bias": parameter(bias)}))
         return placed
 
@@ -123,6 +128,8 @@ class PagedLayers:
         if self._fetched:
             self._fetched = False
             try:
+                # Copies that nobody has waited for may be under way, into pages that the host is to fill next.
+                comfy.model_management.sync_stream(self._device, self._stream)
                 if self._stream is not None:
                     self._stream.wait_stream(comfy.model_management.current_stream(self._device))
             finally:

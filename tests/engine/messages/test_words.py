@@ -25,6 +25,7 @@ def test_what_is_no_language_is_left_alone(engine, tmp_path):
     spec = importlib.util.spec_from_file_location("words_of_a_copy", source)
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
-    assert {*copied.LANGUAGES} == {*words.LANGUAGES} - {"ja"}
-    with copied.speaking("de"):
-        assert copied.say("firstRun") == words._texts("de")["firstRun"]
+    assert {*copied.LANGUAGES} == {*words.LANGUAGES} - {"ja", "ko"}
+    for language, spoken in (("de", "de"), ("ko", "en")):
+        with copied.speaking(language):
+            assert copied.say("firstRun") == words._texts(spoken)["firstRun"]

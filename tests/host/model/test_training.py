@@ -223,6 +223,17 @@ def test_weights_of_a_training_that_is_over_are_free_for_a_sampler_in_its_prompt
         gc.enable()
 
 
+def test_a_copy_for_sampling_is_not_trained(flux, monkeypatch, engine):
+    """For another GPU, say; it lives as long as the session, and each run would collect garbage for it."""
+    compiled, collected = flux.attach(flux.patcher), []
+    monkeypatch.setattr(engine("host.model.training").gc, "collect", lambda *_: collected.append(1))
+    with torch.inference_mode():
+        again = compiled.clone(force_deepcopy=True)
+        flux.run(compiled)
+    assert not any("forward" in vars(module) for module in again.model.diffusion_model.modules())
+    assert not collected
+
+
 def test_a_trainer_that_does_not_copy_the_model_runs_uncompiled(flux, engine):
     compiled = flux.attach(flux.patcher)
     network = flux.patcher.model.diffusion_model

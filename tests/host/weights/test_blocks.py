@@ -1,8 +1,10 @@
 """Weights that move: partial loading and paged weights on the CPU, with the host's own code. Graphs, breaks and results."""
 
+import contextlib
 import copy
 import gc
 import threading
+import types
 from contextlib import ExitStack
 
 import pytest
@@ -84,6 +86,60 @@ def test_a_prefetch_that_finds_no_room_halfway_is_made_again_by_its_block(flux, 
         for _ in range(2):
             assert relative_error(flux.run(compiled), expected) < 1e-6
         assert len(calls) > 14 and not flux.failures and not pages.pinned
+
+
+def test_a_lora_that_finds_no_room_is_applied_when_there_is(flux, monkeypatch):
+    """The host notes a page as whole before it adds the LoRA, and would take the weight as it is from then on."""
+    import comfy.sd
+    from comfy.model_patcher import LowVramPatch
+
+    patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora_file(flux.patcher), 1.0, 0)
+    compiled, applied, lacks = flux.attach(flux.patcher), [], []
+
+    class Patch(LowVramPatch):
+        def __call__(self, weight):
+            applied.append(self.key)
+            if lacks:
+                lacks.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().__call__(weight)
+
+    with paged(monkeypatch, flux.patcher.model) as pages:
+
+        def with_lora():
+            pages.resident = set(pages.layers)
+            for name, layer in pages.layers.items():
+                layer._v_signature, key = None, f"diffusion_model.{name}.weight"
+                if key in patched.patches:
+                    layer.weight_lowvram_function = Patch(key, patched.patches)
+                    layer.weight_lowvram_function._pin_state = {}
+            flux.run(compiled)
+            return flux.run(compiled)
+
+        expected = with_lora()
+        assert applied
+        lacks.append(True)
+        assert relative_error(with_lora(), expected) == 0 and not lacks
+        assert not flux.failures and not pages.pinned
+
+
+def test_copies_of_a_block_that_does_not_run_are_waited_for(engine, monkeypatch):
+    """Else they may arrive after the host has filled the same page and added a LoRA."""
+    own_streams(engine, monkeypatch)
+    dynamic_vram, waited, device = engine("host.weights.dynamic_vram"), [], torch.device("cpu")
+    monkeypatch.setattr(dynamic_vram.comfy.model_management, "sync_stream", lambda _device, stream: waited.append(stream))
+
+    def no_room(*_):
+        raise RuntimeError("VRAM grow failed")
+
+    for cast in (no_room, lambda *_: dynamic_vram._streams.of(device)[0]):
+        calls = types.SimpleNamespace(cast=cast, clean_up=lambda layers: waited.append("given back"))
+        layers = dynamic_vram.PagedLayers([nn.Linear(2, 2)], device, torch.float32, calls)
+        with contextlib.suppress(RuntimeError):
+            layers.fetch()
+        layers.drop()
+        assert waited == [dynamic_vram._streams.of(device)[0], "given back"]
+        waited.clear()
 
 
 def test_lora_under_partial_loading_adds_no_graph(flux):
