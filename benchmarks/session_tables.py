@@ -306,12 +306,13 @@ def readme_uncompiled_note() -> str:
 
 
 def where_measured() -> str:
-    """The README's: card, versions and date of the table's runs, for the chart's caption."""
+    """The README's: card, versions and dates of the table's runs, for the chart's caption."""
     dates: dict[str, list[str]] = {}
     for source in _measured()[1]:
         versions, _, date = source.rpartition(", `")[0].rpartition(", ")
         dates.setdefault(versions, []).append(date)
-    return "; ".join(f"{versions}, {' and '.join(of)}" for versions, of in dates.items())
+    spans = {versions: f"{min(of)} to {max(of)}" if len(of) > 1 else of[0] for versions, of in dates.items()}
+    return "; ".join(f"{versions}, {span}" for versions, span in spans.items())
 
 
 def _by_default() -> list[dict[str, dict]]:
