@@ -354,18 +354,6 @@ def more_vram() -> str:
     return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"
 
 
-def second_worker() -> str:
-    """The README's: when a cold machine has code, with a shared cache that has it and without. UNets are compiled later."""
-    workers = [row for row in rows("fleet", "fleet")[0] if row["model"] != "sdxl"]
-    ready = {(row["model"], row["shared"]): row["worker_two"]["code ready"] for row in workers}
-    models = sorted({model for model, _ in ready}, key=lambda model: -ready[model, False])
-    each = [
-        f"{NAMES[model].partition(',')[0]} ready in {ready[model, True]:.0f} s instead of {ready[model, False]:.0f}"
-        for model in models
-    ]
-    return ", ".join(each)
-
-
 def _recorded() -> dict:
     """Flux with the node, as benchmarks/ready.py of f53a9b8 recorded it; `where` says on what."""
     found, sources = rows("ready", "ready")

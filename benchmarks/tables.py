@@ -31,7 +31,6 @@ INLINE = {
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
     "without dynamic vram": session_tables.without_dynamic_vram,
-    "second worker": session_tables.second_worker,
     "little vram": session_tables.with_little_vram,
     "recorded": session_tables.recorded_where,
 }
