@@ -46,10 +46,10 @@ class State:
         lora = f", LoRA {self.lora}" if self.lora else ""
         return f"{model}, {self.size[0]}x{self.size[1]}{lora}"
 
-    def prompt(self, model: str, info: dict, settings: dict | None, steps: int) -> dict:
+    def prompt(self, model: str, weights: str, info: dict, settings: dict | None, steps: int) -> dict:
         """As the server takes it; without our node where `settings` is None."""
         variant = "eager" if settings is None else "ours"
-        nodes = sessions.graph(model, sessions.Prompt("", lora=self.lora), 0, variant, info, settings or {})
+        nodes = sessions.graph(model, sessions.Prompt("", lora=self.lora), 0, variant, info, settings or {}, weights)
         width, height = self.size
         nodes["latent"]["inputs"] |= {"width": width, "height": height}
         nodes["sampler"]["inputs"] |= {"steps": steps, "seed": width * 10_000 + height}
@@ -61,7 +61,7 @@ class Soak:
 
     def __init__(self, bench: sessions.Bench, server, states: list[State]):
         self.bench, self.server, self.states, self.info = bench, server, states, server.get("/object_info")
-        self.model, self.tiny = bench.options.model, bench.options.tiny
+        self.model, self.weights, self.tiny = bench.options.model, bench.options.weights, bench.options.tiny
         self.latents = bench.base / "latents"
         self.latents.mkdir(exist_ok=True)
         self.errors, self.kept, self.wrong = [], [], []
@@ -96,7 +96,7 @@ class Soak:
             print(index, state.name(self.model), f"error {self.errors[-1]:.2g},", self.kept[-1], flush=True)
 
     def _run(self, state: State, settings: dict | None) -> dict:
-        return self.bench.run(self.server, state.prompt(self.model, self.info, settings, STEPS[self.tiny]))
+        return self.bench.run(self.server, state.prompt(self.model, self.weights, self.info, settings, STEPS[self.tiny]))
 
     def _file(self, state: State) -> str:
         return str(self.latents / f"{state.name(self.model)}.pt")
@@ -144,19 +144,22 @@ def main() -> None:
     parser.add_argument(
         "--free", type=float, default=4.0, help="GiB that are left free for the half that streams; 0: none does"
     )
+    parser.add_argument("--weights", default="default", help="a format of checkpoints.py (%(default)s)")
     options = sessions.parse(parser)
     options.model = options.model or ("flux_small" if options.tiny else "sdxl")
     bench, count = sessions.Bench(options, "soak"), options.prompts
     states = [State(size, lora) for lora, size in itertools.product(LORAS, SIZES[options.tiny])]
-    bench.make_files(options.model)
+    bench.make_files(options.model, [options.weights])
+    packs = [sessions.GGUF_PACK] if options.weights == "gguf" else []
     parts = [("CUDA graphs", 0.0, count - count // 2), ("streaming", options.free, count // 2)]
     if options.tiny or not options.free:
         parts = [("small models" if options.tiny else "CUDA graphs", 0.0, count)]
     rows = []
     for left, (name, gib, prompts) in zip(range(len(parts), 0, -1), parts, strict=True):
         bench.clear(*sessions.KEPT)
-        with bench.server("ours") as server:
-            row = {"part": name, "free_gib": gib}
+        with bench.server("ours", packs=packs) as server:
+            of = "" if options.weights == "default" else f", {options.model} {options.weights}"
+            row = {"part": name + of, "free_gib": gib}
             if gib:
                 row |= server.post("/session/free", {"gib": gib})
             soak = Soak(bench, server, states)
