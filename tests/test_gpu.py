@@ -103,6 +103,34 @@ print("lives")
 """
         in_a_process_with_cudamallocasync("-c", code, says="lives")
 
+    def test_graphs_after_a_capture_that_failed_are_right(self):
+        """PyTorch kept cuBLASLt's workspace, from that capture, at an address that later graphs got for other things."""
+        code = """
+import torch
+from engine.cuda_graphs.capture import ModelGraphs
+
+def model(x, fails=False):
+    for weight in weights:
+        x = torch.nn.functional.linear(x, weight * 1, bias)
+    if fails and torch.cuda.is_current_stream_capturing():
+        torch.tensor([0, 4], device=x.device)
+    return x
+
+device = torch.device("cuda", 0)
+weights = [torch.randn(1024, 1024, device=device).bfloat16() * 0.03 for _ in range(8)]
+bias, graphs = torch.randn(1024, device=device).bfloat16(), ModelGraphs()
+graphs.drop_if_stale(torch.nn.Linear(2, 2).cuda(), device)
+for size in range(256, 2048, 256):
+    x = torch.randn(size, 1024, device=device).bfloat16()
+    expected = model(x)
+    for fails in (True, False):
+        for _ in range(3):
+            assert torch.equal(graphs.call((size, fails), model, (x,), {}, {"fails": fails}), expected)
+assert not graphs.differences and graphs.captures == 7, (graphs.captures, graphs.failures)
+print("right")
+"""
+        in_a_process_with_cudamallocasync("-c", code, says="right")
+
     def test_captures_from_memory_of_cudamallocasync(self, engine):
         version = ".".join(torch.__version__.split(".")[:2])
         if version not in engine("torch_compat.private").CAPTURES_ASYNC:

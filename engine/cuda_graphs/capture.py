@@ -23,7 +23,7 @@ launches no kernels one by one. Python and launches limit the speed of small mod
 
 Memory. What a capture allocates must be freed within the capture. Under cudaMallocAsync, freeing such a tensor later is at
 best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process if the graph has never run, or
-its memory was given back (CUDAMallocAsyncAllocator.cpp, `free_impl`). So inputs, outputs and cuBLAS's workspace are allocated
+its memory was given back (CUDAMallocAsyncAllocator.cpp, `free_impl`). So inputs, outputs and cuBLAS's workspaces are allocated
 before the capture; garbage is collected within it only if memory of the capture is left; and after an error the locals of the
 frames that the error has left are dropped. Memory that is still alive then is held by other code, which may free it at any
 time: that memory is kept for good, with its graph (`_kept_for_good`).
@@ -194,11 +194,14 @@ def _keep_for_good(graph: torch.cuda.CUDAGraph, left: list[torch.UntypedStorage]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_for_good[-1]))  # at exit Python empties this list
 
 
-def allocate_workspace(stream: torch.cuda.Stream) -> None:
-    """Have PyTorch allocate cuBLAS's workspace: it does so at the first product on a stream, and keeps the workspace."""
+def allocate_workspaces(stream: torch.cuda.Stream) -> None:
+    """Have PyTorch allocate the workspaces of cuBLAS and cuBLASLt: it does so at the first product on a stream, and keeps them
+    (ATen/cuda/CublasHandlePool.cpp). In a capture that fails they would be memory that no graph ever allocates: later captures
+    get the same addresses for something else."""
     with torch.cuda.stream(stream):
-        one = torch.ones(1, 1, device=stream.device)
+        one = torch.ones(16, 16, device=stream.device)
         torch.mm(one, one)
+        torch.addmm(one[0], one, one)  # with a bias: by cuBLASLt (ATen/native/cuda/Blas.cpp)
 
 
 @functools.cache
@@ -504,6 +507,7 @@ class ModelGraphs:
             self.code = code
             self._free_graphs()
             self.seen.clear()
+            self.failures.clear()  # what could not be captured may have been uncompiled
 
     def _free_graphs(self) -> None:
         if self.graphs:
@@ -547,7 +551,7 @@ class ModelGraphs:
                 if not self.graphs:  # PyTorch frees a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
-                allocate_workspace(stream)
+                allocate_workspaces(stream)
                 torch.cuda.synchronize(device)
                 result, output, failed, is_kept = None, None, None, False
                 try:

@@ -241,6 +241,24 @@ def test_sizes_of_a_warmup_do_not_take_turns_but_those_of_short_prompts_do(engin
     assert captures[-1] == captures[-2] and graphs.failures
 
 
+def test_what_could_not_be_captured_while_it_was_uncompiled_is_tried_again(engine, graphs, monkeypatch):
+    """Uncompiled code of ComfyUI-GGUF makes tensors of lists, which CUDA cannot capture."""
+    kind, codes = engine("cuda_graphs.capture").ModelGraphs, [1]
+    capture = kind._capture
+
+    def capture_compiled(self, key, *args):
+        return self._fails_for_good(key, "copies from RAM") if codes[-1] == 1 else capture(self, key, *args)
+
+    monkeypatch.setattr(kind, "_capture", capture_compiled)
+
+    def run():
+        return graphs.call("key", lambda x: x * 2, (torch.ones(2),), {}, {}, code=lambda: codes[-1]).tolist()
+
+    assert [run() for _ in range(3)] == [[2, 2]] * 3 and "key" in graphs.failures and not graphs.captures
+    codes.append(2)
+    assert [run() for _ in range(3)] == [[2, 2]] * 3 and not graphs.failures and graphs.captures == 1
+
+
 def test_a_model_may_take_items_out_of_its_inputs(graphs):
     """As Hunyuan-DiT takes a ControlNet's outputs, in the two calls that are compared with replays, too."""
     told = []

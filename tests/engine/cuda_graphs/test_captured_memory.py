@@ -38,7 +38,7 @@ def devices(engine, monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     module = engine("cuda_graphs.capture")
-    monkeypatch.setattr(module, "allocate_workspace", lambda stream: None)
+    monkeypatch.setattr(module, "allocate_workspaces", lambda stream: None)
     monkeypatch.setattr(module, "others_in_use", lambda device: [])
     module.capture_stream.cache_clear()
     yield said
