@@ -144,6 +144,21 @@ def test_a_graph_that_is_captured_while_a_packings_code_is_made_is_captured_anew
     assert held.graphs and not set(map(id, graphs)) & set(map(id, held.graphs.values()))
 
 
+def test_there_are_no_cuda_graphs_with_lora_which_the_pack_copies_from_ram_in_each_step(flux, engine, monkeypatch):
+    capture_again(engine, monkeypatch)
+    flux.steps = 3
+    compiled = flux.attach(flux.patcher, compile_when="before first image")
+    held = engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model)
+    weight, captures = flux.patcher.model.diffusion_model.single_blocks[0].linear1.weight, []
+    lora = torch.ones(1, weight.shape[1]), torch.ones(weight.shape[0], 1), 0.1
+    for patches in ((), (lora,), ()):
+        weight.patches = patches
+        expected = flux.run(flux.patcher)
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+        captures.append(held.captures)
+    assert captures == [1, 1, 2], engine("host.model.attach").notes_about(compiled)
+
+
 def test_a_pack_that_is_given_settings_unpacks_by_them(flux, engine, monkeypatch):
     """As a branch of ComfyUI-GGUF, in place of the dtype (03e0e54, dequant.py)."""
     whole = gguf_pack.dequantize_tensor
