@@ -67,10 +67,11 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failures: by names of patches, why calls with them run eager; for no patches, why all calls do.
         limit_reached: calls with new shapes run eager.
+        is_full: in this run PyTorch has refused one more variant. It counts variants by code object, takes milliseconds to
+            refuse and logs a warning: until the next run nothing is traced, and what has code runs it.
         patches: names of the patches inside the block in the current call; `options`: tells what its code named then.
         breaks_alone: graph breaks of calls without patches.
-        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code; `is_beyond`: as the limit allows
-            no more.
+        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
@@ -96,13 +97,13 @@ class BlockCode:
     writes_in_place: bool = False
     failures: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     limit_reached: bool = False
+    is_full: bool = False
     why_inline: str | None = None
     must_be_inline: dict[str, str] = field(default_factory=dict)
     patches: tuple[str, ...] = ()
     options: OptionsFilter | None = None
     breaks_alone: int = 0
     ran_uncompiled: bool = False
-    is_beyond: bool = False
     entries: set[str] = field(default_factory=set)
     _failed_with: dict[tuple[str, ...], OptionsFilter | None] = field(default_factory=dict)
     _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -143,9 +144,9 @@ class BlockCode:
     def has_code(self) -> bool:
         return self._compiled is not None
 
-    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, asks: bool = True) -> object:
-        """Call the block's graphs, and count what that traces; nothing is traced unless it `asks` for that."""
-        self.ran_uncompiled = self.is_beyond = False
+    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
+        """Call the block's graphs, and count what that traces."""
+        self.ran_uncompiled = False
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at > call.began:  # excluded layers are left out from the model's next call on
@@ -156,7 +157,7 @@ class BlockCode:
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_plain(block, args, kwargs, self._failure_of(error))
         function = self._function
-        may_trace = asks and call.may_trace
+        may_trace = call.may_trace and not self.is_full
         if not may_trace and function is not None:
             compiled = private.run(function)
         self._block = weakref.ref(block)
@@ -201,7 +202,7 @@ class BlockCode:
                     raise
                 if is_limit_hit(error):
                     self._reach_limit()
-                    self.ran_uncompiled = self.is_beyond = True
+                    self.ran_uncompiled = True
                 elif self._excludes_layers(error, block, call.began):
                     self.discard()
                     self.ran_uncompiled = call.uncompiled = True
@@ -212,8 +213,8 @@ class BlockCode:
             if self._retries and session.has_run and not self.ran_uncompiled:
                 self._retries.pop(self.patches, None)
             if not (session.has_run or may_trace):
-                self.ran_uncompiled, self.is_beyond = True, not asks
-                call.uncompiled |= asks
+                self.ran_uncompiled = True
+                call.uncompiled |= not self.is_full
                 call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:
@@ -289,7 +290,7 @@ class BlockCode:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
         self._traced.clear()
-        self.limit_reached = False
+        self.limit_reached = self.is_full = False
         self.version += 1
         self.compiles += 1  # so that CUDA graphs of the code go as well
 
@@ -325,8 +326,9 @@ class BlockCode:
 
     def reset_failure(self) -> None:
         """At the start of a run: compile again after a failure that may have passed (a full disk, functions that another pack
-        had exchanged), up to RETRIES times."""
+        had exchanged), up to RETRIES times, and after the limit."""
         self._traces_in_run.clear()
+        self.is_full = False
         for patches, failure in list(self.failures.items()):
             options = self._failed_with.get(patches)
             was_exchanged = options is not None and not options.is_current()
@@ -337,6 +339,7 @@ class BlockCode:
 
     def _reach_limit(self) -> None:
         """Run new shapes eager from now on."""
+        self.is_full = True
         if not self.limit_reached:
             self.limit_reached = True
             guard = self.stats.recompiles[-1] if self.stats.recompiles else ""

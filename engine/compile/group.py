@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +36,8 @@ class BlockGroup:
         patched: why the last call, which had patches, could not be one graph where the user wants that.
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
         put_off_in: start of the call of the model that left the first trace to a later block.
-        _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
-        _looked: shapes and patches -> start of the last call of the model in which a block has looked for code.
-        _served: shapes and patches for which some block has found code in this run.
-        _beyond: shapes and patches -> blocks that in this run needed code beyond `cache_limit`. They run what there is, and
-            do not ask again: PyTorch takes milliseconds to refuse, and logs a warning.
+        _searches: shapes and patches -> None once some block has found code in this run. Before that: start of the call of
+            the model first in vain, start of the call in which a block last looked, and `BlockCode.compiles` before the first.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
@@ -54,10 +50,7 @@ class BlockGroup:
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
     put_off_in: int | None = None
-    _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
-    _looked: dict[tuple, int] = field(default_factory=dict)
-    _served: set[tuple] = field(default_factory=set)
-    _beyond: dict[tuple, weakref.WeakSet[nn.Module]] = field(default_factory=dict)
+    _searches: dict[tuple, tuple[int, int, int] | None] = field(default_factory=dict)
     _outer: object = None
     called_in: int = 0
     _came_in: int = 0
@@ -117,10 +110,7 @@ class BlockGroup:
         return Failure(self.class_name, reason, OTHERS)
 
     def new_run(self) -> None:
-        self._in_vain.clear()
-        self._looked.clear()
-        self._served.clear()
-        self._beyond.clear()
+        self._searches.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
 
@@ -167,15 +157,14 @@ class BlockGroup:
         outside = forwards_outside(state.outside if not self.settings.fullgraph else ())
         try:
             with function_mode.paused(), sharing_classes(state.shared), outside:
-                asks = block not in self._beyond.get((shapes, self.code.patches), ())
-                result = self._run(block, call, with_options, kwargs, shapes, asks)
+                result = self._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
             if all_options and state.options.is_whole and self.code.traces != traces:
                 self.code.count_traces(shapes)
         if self.code.traces == traces:
-            self._note_found(block, (shapes, self.code.patches), call, compiles)
+            self._note_found((shapes, self.code.patches), call, compiles)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return function_mode.in_channels_last(result)
@@ -190,30 +179,28 @@ class BlockGroup:
                 self._said.add(message)
                 logger.warning("%s", message)
 
-    def _note_found(self, block: nn.Module, key: tuple, call: ModelCall, compiles: int) -> None:
+    def _note_found(self, key: tuple, call: ModelCall, compiles: int) -> None:
         """Note whether a block that was not traced has found code. `compiles`: of the code before."""
         if not self.code.ran_uncompiled:
-            call.ran_code = True
-            self._served.add(key)
-        elif self.code.is_beyond:
-            self._beyond.setdefault(key, weakref.WeakSet()).add(block)
+            call.ran_code, self._searches[key] = True, None
         elif call.may_trace or call.puts_off:  # else tracing has taken too long, and goes on in the next call
-            self._in_vain.setdefault(key, (compiles, call.began))
+            self._searches.setdefault(key, (call.began, call.began, compiles))
 
     def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
         """Whether no block of the group has found code for these shapes in an earlier call of the model, nor would now: it then
         runs as without this pack. To look for code, and to run the operators of several graphs, takes longer. The first block
         of each later call looks for all."""
         key = shapes, self.code.patches
-        compiles, began = self._in_vain.get(key, (0, call.began))
-        if began == call.began or key in self._served:  # other blocks may be traced in this call
+        search = self._searches.get(key)
+        if search is None or search[0] == call.began:  # other blocks may be traced in this call
             return False
-        if self._looked.get(key) != call.began:  # what else guards see may be other than it was
-            self._looked[key] = call.began
+        began, looked, compiles = search
+        if looked != call.began:  # what else guards see may be other than it was
+            self._searches[key] = began, call.began, compiles
             return False
-        is_missing = self.code.is_being_lowered or not call.may_trace
+        is_missing = self.code.is_being_lowered or not (call.may_trace or self.code.is_full)
         if call.synchronous or not is_missing or compiles != self.code.compiles:
-            self._in_vain.pop(key, None)
+            del self._searches[key]
             return False
         return True
 
@@ -221,13 +208,13 @@ class BlockGroup:
         """Whether the current code has run with inputs of these shapes."""
         return (self.code.version, *shapes) in self._seen
 
-    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple, asks: bool) -> object:
+    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> object:
         if self.has_run(shapes):
-            return self.code.call(block, call, args, kwargs, asks)
+            return self.code.call(block, call, args, kwargs)
         with call.holding(first_call_lock):
             watching.renew()
             signature = self.code.version, *shapes
-            result = self.code.call(block, call, args, kwargs, asks)
+            result = self.code.call(block, call, args, kwargs)
             found_none = self.code.limit_reached and self.code.ran_uncompiled
             if self.failure_now is None and self.code.has_code and not (call.put_off or found_none):
                 self._seen.add(signature)
