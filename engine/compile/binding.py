@@ -24,9 +24,7 @@ from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager
-from .group import BlockGroup
 from .registry import ModelCode, code_of
-from .traced_graph import LOWERERS
 
 
 class _Search:
@@ -153,30 +151,24 @@ class Binding:
         places = self._weights.of_block if self._weights is not None else {}
         compiled = {} if self.call.waits else dict.fromkeys(choice.compiled)
         code.bound = list(compiled)
-        # Trace the last block of each kind: meanwhile the GPU works off what the blocks before it have launched.
-        is_waited_for = self.call.synchronous or self.settings.backend not in LOWERERS
-        last = {kind_of(block): block for block in compiled}
         runs = {}
         for block in dict.fromkeys([*self._free, *compiled]):
             weights = places.get(id(block))
             if given_forward(block) is not None:  # by a wrapper around the model, since this binding was made
                 continue
             if block in compiled or weights is not None:
-                traced = None if is_waited_for else last.get(kind_of(block))
-                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, traced)
+                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights)
         return runs
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place.
-    `traced`: the block of its kind that is to be traced first, which may be itself; None: any of them may be."""
+    """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place."""
 
     call: ModelCall
     code: ModelCode | None
     settings: CompileSettings
     weights: Any
-    traced: nn.Module | None
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
@@ -191,7 +183,7 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     try:
         if not _has_weights(run) or group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
-        return group(block, state, run.call, args, kwargs, functools.partial(_may_begin, run, group, block))
+        return group(block, state, run.call, args, kwargs)
     finally:
         if run.weights is not None:
             run.weights.release()
@@ -213,13 +205,6 @@ def _has_weights(run: _Run) -> bool:
     run.weights.release()
     run.call.uncompiled = True
     return False
-
-
-def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
-    """Whether the group's first trace may begin with `block`: not if the trace is left to another block of the group."""
-    if run.code is None or run.traced is None or run.traced is block:
-        return True
-    return run.code.group_of(run.traced, run.settings)[0] is not group
 
 
 def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:

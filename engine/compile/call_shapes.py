@@ -32,14 +32,6 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     return tuple(shapes)
 
 
-def have_offsets(args: tuple, kwargs: dict) -> bool:
-    """Whether a tensor among the arguments, or in an object among them, begins in the middle of another tensor's memory."""
-    leaves = private.pytree.tree_leaves((args, {k: v for k, v in kwargs.items() if k != "transformer_options"}))
-    parts = ([leaf] if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values() for leaf in leaves)
-    values = [value for some in parts for value in some]
-    return any(isinstance(value, torch.Tensor) and value.layout is torch.strided and value.storage_offset() for value in values)
-
-
 def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     """What the code of a call depends on, except the values of numbers: arguments, weights, settings of PyTorch."""
     tensors = (*module.parameters(), *module.buffers())

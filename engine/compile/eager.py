@@ -6,7 +6,6 @@ Before a call of the model, `Binding` leaves out blocks that another node has gi
 """
 
 import enum
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from ..background.model_call import ModelCall
 from ..devices import is_capturing
 from ..ownership import TORCH_COMPILE
 from ..transformer_options.arguments import is_given_an_object
-from .call_shapes import have_offsets
 
 # After so many seconds of tracing in one call of the model, or in one sampling run, no further trace begins in it. So whatever
 # other nodes do, a step gets longer by at most that and one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s).
@@ -33,7 +31,6 @@ class Eager(enum.Enum):
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
     TRACE_TIME = enum.auto()  # no trace may begin: it took too long in this call of the model or run, or would not pay yet
-    NOT_LAST = enum.auto()  # the last block of its kind is traced, while the GPU is busy with those before it
 
 
 class Taken(NamedTuple):
@@ -57,14 +54,11 @@ class Taken(NamedTuple):
         return f"{self.block} run uncompiled: another node has replaced their forward by {self.forward}."
 
 
-def why_eager(
-    group: Any, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple, may_begin: Callable[[], bool]
-) -> Eager | None:
+def why_eager(group: Any, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> Eager | None:
     """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
 
     Args:
         group: the `BlockGroup` (group.py imports this module).
-        may_begin: whether the group's first trace may begin with this block (binding.py, `_may_begin`).
     """
     if call.effort is not None and call.effort.is_too_small(block, args):
         return Eager.SMALL
@@ -79,15 +73,4 @@ def why_eager(
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):
         return Eager.CAPTURING
-    if group.code.has_code:
-        return None
-    if not call.may_trace:
-        return Eager.TRACE_TIME
-    # Put off the trace only once, as the last block may never be called. If its arguments are parts of tensors (Chroma's
-    # modulations), the first block is traced in the next call: only its code fits parts at any offset, also at 0.
-    if group.put_off_in not in (None, call.began):
-        return None
-    if not may_begin() or (group.put_off_in is not None and have_offsets(args, kwargs)):
-        group.put_off_in = call.began
-        return Eager.NOT_LAST
-    return None
+    return None if group.code.has_code or call.may_trace else Eager.TRACE_TIME

@@ -35,7 +35,6 @@ class BlockGroup:
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
-        put_off_in: start of the call of the model that left the first trace to a later block.
         _searches: shapes and patches -> None once some block has found code in this run. Before that: start of the call of
             the model first in vain, start of the call in which a block last looked, and `BlockCode.compiles` before the first.
         _outer: what packs have put around the forward of the class, else that forward.
@@ -49,7 +48,6 @@ class BlockGroup:
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
-    put_off_in: int | None = None
     _searches: dict[tuple, tuple[int, int, int] | None] = field(default_factory=dict)
     _outer: object = None
     called_in: int = 0
@@ -77,27 +75,15 @@ class BlockGroup:
         """Why the current call runs eager."""
         return self.code.failure or self.patched or self.code.failures.get(self.code.patches)
 
-    def __call__(
-        self,
-        block: nn.Module,
-        state: BlockState,
-        call: ModelCall,
-        args: tuple,
-        kwargs: dict,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> object:
-        """Call `block`: what other packs have put around the forward of its class, and inside that the code.
-
-        Args:
-            may_begin: see `why_eager`.
-        """
+    def __call__(self, block: nn.Module, state: BlockState, call: ModelCall, args: tuple, kwargs: dict) -> object:
+        """Call `block`: what other packs have put around the forward of its class, and inside that the code."""
         forward, self._outer, self.called_in = forward_inside(type(block)), forward_of_class(type(block)), call.began
 
         def run(module: nn.Module, *args: object, **kwargs: object) -> object:
             if module is not block:
                 return forward(module, *args, **kwargs)
             self._came_in = call.began
-            return self._call(functools.partial(forward, block), block, state, call, args, kwargs, may_begin)
+            return self._call(functools.partial(forward, block), block, state, call, args, kwargs)
 
         return (rewrapped(self._outer, forward, run) or run)(block, *args, **kwargs)
 
@@ -115,14 +101,7 @@ class BlockGroup:
         self.code.reset_failure()
 
     def _call(
-        self,
-        uncompiled: Callable,
-        block: nn.Module,
-        state: BlockState,
-        call: ModelCall,
-        args: tuple,
-        kwargs: dict,
-        may_begin: Callable[[], bool],
+        self, uncompiled: Callable, block: nn.Module, state: BlockState, call: ModelCall, args: tuple, kwargs: dict
     ) -> object:
         at = None
         all_options: Any = kwargs.get("transformer_options")
@@ -134,12 +113,11 @@ class BlockGroup:
         self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
-        reason = why_eager(self, block, call, args, kwargs, shapes, may_begin)
+        reason = why_eager(self, block, call, args, kwargs, shapes)
         if reason is not None:
             self.eager.add(reason)
             if reason is Eager.TRACE_TIME:
                 call.uncompiled = call.put_off = True
-            call.uncompiled |= reason is Eager.NOT_LAST
             if reason is not Eager.FAILED:
                 return uncompiled(*args, **kwargs)
             self.code.raise_if_stopped(self.failure_now)

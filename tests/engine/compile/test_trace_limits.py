@@ -60,22 +60,20 @@ def put_off(engine, net):
 def test_what_a_call_has_no_time_to_trace_runs_uncompiled_and_is_traced_in_later_calls(engine, bounds, make):
     bounds(call=0.0)
     net, x = make(), torch.randn(2, 4, 8)
-    late = 2 if make is of_three_kinds else 1  # the first call traces the last block of a group, and puts no other off
     expected, step = net(x), CompiledNet(engine, net)
     for graphs in (1, 2, 3):
         result, eager = step(x)
         assert torch.equal(result, expected) and step.wait() == graphs
         assert eager or graphs == 3, "the last graph of one group takes numbers that vary, and is lowered at once"
-    assert put_off(engine, net) == (late, 1)
+    assert put_off(engine, net) == (2, 1)
     result, eager = step(x)
-    assert torch.equal(result, expected) and not eager and put_off(engine, net) == (late, 1)
+    assert torch.equal(result, expected) and not eager and put_off(engine, net) == (2, 1)
 
 
 @pytest.mark.parametrize("make", [of_three_kinds, of_three_names])
 def test_a_run_too_has_its_time_after_which_code_that_is_there_is_used(engine, bounds, make):
     bounds(run=0.0)
     net, x = make(), torch.randn(2, 4, 8)
-    late = 4 if make is of_three_kinds else 3
     expected, step = net(x), CompiledNet(engine, net)
     for graphs in (1, 2, 3):
         step.new_run()
@@ -83,7 +81,7 @@ def test_a_run_too_has_its_time_after_which_code_that_is_there_is_used(engine, b
             result, eager = step(x)
             assert torch.equal(result, expected) and step.wait() == graphs
             assert eager or graphs == 3
-    assert put_off(engine, net) == (late, 1)
+    assert put_off(engine, net) == (4, 1)
     other = torch.randn(3, 5, 8)
     result, eager = step(other)
     assert torch.equal(result, net(other)) and not eager, "also for sizes that this run has not seen"

@@ -92,20 +92,6 @@ def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     assert runs.graphs == graphs
 
 
-@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
-def test_a_trace_that_nothing_waits_for_begins_with_the_last_block_of_its_kind(tiny, engine, compile_when, monkeypatch):
-    flux, events = Behind(tiny, engine, "flux", cfg=1.0), []
-    monkeypatch.setattr(engine("compile.compiled_code"), "on_trace", [lambda: events.append("trace")])
-    network = flux.patcher.model.diffusion_model
-    for *before, last in (network.double_blocks, network.single_blocks):
-        for block in before:
-            block.register_forward_pre_hook(lambda *_: events.append("a block"))
-        last.register_forward_pre_hook(lambda *_: events.append("the last block"))
-    assert relative_error(flux.run(flux.attach(flux.patcher, compile_when=compile_when)), flux.plain()) < 1e-5
-    where = [block for block, event in itertools.pairwise(events) if event == "trace"]
-    assert where == ["the last block" if compile_when == "in background" else "a block"] * 2
-
-
 def test_a_step_in_which_one_kind_has_code_and_another_waits_for_it_is_compared_with_none(tiny, engine, monkeypatch):
     """As an uncompiled step it would make compiled ones seem to save little, and after a restart nothing would be compiled."""
     flux, may_go_on = Behind(tiny, engine, "flux", cfg=1.0), threading.Event()

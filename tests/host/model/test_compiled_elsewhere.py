@@ -156,7 +156,7 @@ def test_blocks_around_a_layer_that_another_node_compiles_are_compiled(engine, f
         for path in (f"{block}.linear1" for block in BLOCKS if "single" in block):
             patcher.add_object_patch(path, torch.compile(patcher.get_model_object(path), backend=backend))
 
-    patcher = flux.with_both(a_layer, order, compile_when="before first image")  # else the layers run without our graphs first
+    patcher = flux.with_both(a_layer, order)
     assert flux.check(patcher) == 0, "our graphs contain the layers"
     assert not [note for note in engine("host.model.attach").notes_about(patcher) if "look at" in note]
     assert {group.class_name for group in flux.groups if group.stats.graphs} == {"DoubleStreamBlock", "SingleStreamBlock"}

@@ -161,8 +161,7 @@ def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, mo
     engine("compile.registry")._groups.clear()
     without_compile_process(engine, monkeypatch)
     here = model()
-    compiled = here.attach(here.patcher, compile_when="in background", **chosen)
-    _first, image = here.run(compiled), here.run(compiled)
+    image = here.run(here.attach(here.patcher, compile_when="in background", **chosen))
     assert set(lowered_here) == set(LOWERING) and torch.equal(image, result), "code that was lowered here"
 
 
