@@ -15,15 +15,12 @@ from torch import fx
 from .torch_compat import private
 
 _OPERATORS: dict[Any, Callable] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
+    getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "truediv")
 }
 _METHODS = {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
-_NAMES = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE_METHODS = {f"__i{name}__" for name in _NAMES} | {"__setitem__"}
-_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _NAMES)}
+# `__iadd__` and others: names with an `i` before that of another operator, which `__invert__` has not.
+_IN_PLACE_METHODS = {"__setitem__"} | {n for n in dir(operator) if n[:3] == "__i" and hasattr(operator, f"__{n[3:]}")}
+_IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_METHODS}
 
 
 def out_of_place(graph: fx.Graph) -> bool:
