@@ -86,7 +86,7 @@ class BlockCode:
     name: str
     forward: Callable
     settings: CompileSettings
-    varying: set[str]
+    varying: set[str] = field(default_factory=set)
     lowering: float = 0.0
     compiles: int = 0
     traces: int = 0

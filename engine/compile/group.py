@@ -45,7 +45,6 @@ class BlockGroup:
     forward: Callable
     settings: CompileSettings
     numbers: dict[str, int] | None = None
-    varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
     _searches: dict[tuple, tuple[int, int, int] | None] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class BlockGroup:
         code = self.forward.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._options_at = names.index("transformer_options") if "transformer_options" in names else None
-        self.code = BlockCode(self.class_name, self.forward, self.settings, self.varying)
+        self.code = BlockCode(self.class_name, self.forward, self.settings)
 
     @property
     def stats(self) -> CompileStats:
@@ -203,4 +202,4 @@ class BlockGroup:
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
         if self.numbers is None:
             self.numbers = numbers
-        self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)
+        self.code.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)

@@ -134,7 +134,7 @@ class _Packing(nn.Module):
 def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtype, settings: CompileSettings) -> tuple:
     """A `_Packing` that unpacks as the pack's `dequantize_tensor` (`whole`) does, and its code."""
     name = f"unpacking of {getattr(kind, 'name', kind)}"
-    code = BlockCode(name, _Packing.forward, settings, set())
+    code = BlockCode(name, _Packing.forward, settings)
     return _Packing(whole.__globals__, kind, inner, dtype), code
 
 
