@@ -11,6 +11,9 @@ RAM). The bound also holds for compiling sooner, and large models should not wai
 3. Lowering and the rest cost once, as the code is kept. All runs so far, or RUNS, must save that. Both costs are estimated
    from the seconds of tracing.
 
+A batch or patch for which a compiled model has no code may come once. So it is traced when the calls that lacked code, whatever
+for, have lost what a trace costs, with those that the run still has when the code is there; what has code runs it meanwhile.
+
 A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of what there is to gain: compiled
 code has to pay in comparison with these replays.
 """
@@ -28,7 +31,7 @@ import torch
 from torch import nn
 
 from ...cache.structure import name_of
-from ...compile.registry import code_of
+from ...compile.registry import ModelCode, code_of
 from ...compile_process.obtain import get_ready_to_compile
 from ...cuda_graphs.capture import graphs_of
 from ...devices import moment_of, seconds_between
@@ -36,7 +39,6 @@ from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import tell_begun
 from ...per_model import PerModel
 from ...settings import CompileSettings
-from .further_traces import FurtherTraces
 from .structure_record import SAVED, Record, find_record, record_of
 
 # Seconds that compiling costs prompts, lowering beside the sampler and loading included, as a multiple of those of tracing:
@@ -65,6 +67,10 @@ class Payback:
         _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
         _captured: graphs that had been captured, and compared, when the run began.
         _began: number of a timed call -> when that call began, a result of `moment_of`: to wait for the GPU would slow steps.
+        _runs_lacking: in about how many runs what the last call lacked is traced; None: it lacked nothing.
+        _lacking, _put_off, _traced: of the model's code when the last call began; `_called`: when that was.
+        _call: seconds of a call as the CPU sees them.
+        _at_once: the last run in which traces begin at once; `_pays`: in this one since they pay.
     """
 
     record: Record
@@ -76,10 +82,14 @@ class Payback:
     _captured: tuple[int, int] = (0, 0)
     _device: torch.device | None = None
     _began: dict[int, Any] = field(default_factory=dict)
-    _further: FurtherTraces = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._further = FurtherTraces(self.record)
+    _runs_lacking: int | None = None
+    _lacking: int = 0
+    _put_off: int = 0
+    _traced: float = 0.0
+    _called: float = 0.0
+    _call: float = 0.0
+    _at_once: int = 0
+    _pays: bool = False
 
     def put_off(self) -> tuple[int, str] | None:
         """In how many runs compiling begins, and the structure, for `begin_now`; None: compiling is not put off."""
@@ -96,8 +106,13 @@ class Payback:
         record, code, share = self.record, code_of(network), watch_of(network).saved
         if share is not None and not graphs_of(network).replays:  # with replays, `saved` is what the graphs save
             record.share = max(share, SAVED / 4)  # not 0: code that was slow once, on a busy machine, is tried again
+        if self._calls:
+            self._count_lost(code)
+            if code.traced > self._traced:  # the next call shows what this trace does not fit
+                self._at_once = code.runs + 1
         if code.traced:
             record.add_trace(code.traced - code.lowered)
+            record.lost = 0.0 if self._pays else record.lost
             self.after = None
         elif self._began and not record.is_decided:
             with suppress(RuntimeError):  # raised by `_now` after a run that has failed
@@ -111,13 +126,12 @@ class Payback:
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
                     self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
-        self._further.run_ends(code, self._calls, self._steps)
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
         if self._calls and not code.compiles and (record.is_decided or self.after == 1):
             get_ready_to_compile()  # in the pause between two prompts: the next run begins to compile, maybe in its middle
-        self._calls, self._sigmas, self._began, self._replays = 0, None, {}, False
+        self._calls, self._sigmas, self._began, self._replays, self._pays = 0, None, {}, False, False
 
     def is_worthwhile(
         self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False, replays: bool = False
@@ -134,19 +148,19 @@ class Payback:
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
         if sigmas is None or all_steps is None or len(all_steps) < 2 or is_warming() or not counts_runs_on(x.device):
             return True
-        record = self.record
-        if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # made by a warmup
+        record, code = self.record, code_of(network)
+        if not record.is_decided and any(group.code.has_code for group in code.groups.values()):  # made by a warmup
             record.is_decided = True
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
             self._steps, self._replays = len(all_steps) - 1, replays
-            self._further.call_begins(code_of(network), self._calls, self._steps, time.perf_counter())
+            self._begin_call(code)
             if self._calls == 1:
                 self._captured = _captures_of(network)
             if not synchronous and not record.is_decided:
                 least = least_seconds(network, x) * self._steps if self._calls == 1 and not replays else 0.0
                 with suppress(RuntimeError):  # the device failed, or another node has changed its stream
-                    self._decide(code_of(network).runs, least)
+                    self._decide(code.runs, least)
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
@@ -157,16 +171,42 @@ class Payback:
         Args:
             at_once: each trace begins at once.
         """
-        code = code_of(network)
-        if at_once or self.record.is_asked or not self._calls:
-            self._further.begin_for_all(code)
+        code, record = code_of(network), self.record
+        if at_once or record.is_asked or not self._calls:
+            self._at_once, self._runs_lacking = code.runs + 1, None  # the next run shows what this one has left
             return False
-        return self._further.put_off(code, settings, max(0, self._steps - self._calls + 1))
+        groups = code.groups_of(settings)
+        left = (self._steps - self._calls + 1) * self._call - max((group.code.lowering for group in groups), default=0.0)
+        self._pays |= record.lost + max(0.0, left) * record.expected_share >= record.expected_trace(2)
+        # After a graph break nobody sees whether code is missing.
+        is_unclear = any(group.stats.graph_breaks or (group.code.version and not group.code.has_code) for group in groups)
+        if self._pays or is_unclear or not any(group.code.has_code for group in groups):
+            self._at_once = max(self._at_once, code.runs)
+        return code.runs > self._at_once
 
     def lacks(self) -> tuple[int, str] | None:
         """As `put_off`, for a further trace that the last call of the sampler lacked."""
-        runs = self._further.runs_to_go
+        runs = self._runs_lacking
         return None if runs is None else (0 if self.record.is_asked else runs, self.record.structure)
+
+    def _begin_call(self, code: ModelCode) -> None:
+        now = time.perf_counter()
+        if self._calls > 2:  # the call before was not the first, which loads weights
+            self._call = now - self._called
+        if self._calls > 1:
+            self._count_lost(code)
+        if code.put_off > self._put_off:  # first traces go on that had taken too long
+            self._at_once = max(self._at_once, code.runs)
+        self._called, self._put_off, self._traced = now, code.put_off, code.traced
+
+    def _count_lost(self, code: ModelCode) -> None:
+        """Count what the last call has lost if it lacked code. A run of two steps cannot be timed: it loses a trace."""
+        lacks, self._lacking, self._runs_lacking = code.lacking > self._lacking, code.lacking, None
+        if lacks:
+            trace = self.record.expected_trace(2)
+            lost = self._call * self.record.expected_share if self._steps > 2 else trace / self._steps
+            self.record.lost += lost
+            self._runs_lacking = max(1, math.ceil((trace - self.record.lost) / max(self._steps * lost, 1e-3)))
 
     def _decide(self, run: int, least: float) -> None:
         """Decide whether compiling begins: in the first call by earlier runs, in the last timed call also by this run. If

@@ -36,7 +36,7 @@ class Record:
         is_decided: the structure is compiled in this session.
         is_asked: the user has asked for that, in this session or before.
         runs_now: number of runs in this session.
-        lost: seconds that code would have saved in calls that lacked it, since it was last made for that (further_traces.py).
+        lost: seconds that code would have saved in calls that lacked it, since it was last made for that.
     """
 
     structure: str

@@ -360,74 +360,81 @@ def test_the_line_says_so_and_the_user_can_have_it_begin_now(compiled_flux, flux
 
 @pytest.fixture
 def further(engine, monkeypatch):
-    """FurtherTraces of a model that has code, and its code; a trace takes 1 s, calls of the sampler lose 0.1 s."""
-    module = engine("host.model.further_traces")
-    monkeypatch.setattr(module, "_have_code", lambda groups: True)
-    record = types.SimpleNamespace(lost=0.0, expected_share=0.1, expected_trace=lambda _most: 1.0)
-    code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=0.0, groups_of=lambda _settings: [])
-    further = module.FurtherTraces(record)
-    further.run = lambda calls, steps=5, **added: _run(further, code, calls, steps, added)
-    return further, code
+    """run(calls, steps, ...) of a model that has code; a trace takes 1 s, calls of the sampler lose 0.1 s.
 
+    In each call numbers of the code grow as they are given; whether traces are put off, by call. `run.later` is for the same
+    code of another model."""
+    module, records, now = engine("host.model.payback"), engine("host.model.structure_record"), [0.0]
+    group = types.SimpleNamespace(
+        stats=types.SimpleNamespace(graph_breaks=0), code=types.SimpleNamespace(version=0, has_code=True, lowering=0.0)
+    )
+    code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=0.0, lowered=0.0, compiles=1)
+    code.groups, code.groups_of = {(): group}, lambda _settings: [group]
+    monkeypatch.setattr(module, "counts_runs_on", lambda _device: True)
+    monkeypatch.setattr(module, "code_of", lambda _network: code)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(records.Record, "expected_share", 0.1)
+    monkeypatch.setattr(records.Record, "expected_trace", lambda _self, _most: 1.0)
+    for name in ("keep", "add_trace"):
+        monkeypatch.setattr(records.Record, name, lambda *_: None)
+    network, record = torch.nn.Linear(1, 1), records.Record("a" * 12)
 
-def _run(further, code, calls, steps, added):
-    """A run of so many calls, in each of which numbers of the code grow as `added`; whether traces are put off, by call."""
-    code.runs, code.traced, decided = code.runs + 1, 0.0, []
-    for number in range(1, calls + 1):
-        further.call_begins(code, number, steps, float(number))
-        decided.append(further.put_off(code, None, steps - number + 1))
-        for name, value in added.items():
-            setattr(code, name, getattr(code, name) + value)
-    further.run_ends(code, calls, steps)
-    return decided
+    def runs_of(payback):
+        def run(calls, steps=5, **added):
+            code.runs, code.traced, decided = code.runs + 1, 0.0, []
+            for _ in range(calls):
+                options = {"sigmas": torch.zeros(1), "sample_sigmas": torch.linspace(1, 0, steps + 1)}
+                assert payback.is_worthwhile(network, torch.zeros(1), options)
+                decided.append(payback.puts_off_traces(network, None, False))
+                for name, value in added.items():
+                    setattr(code, name, getattr(code, name) + value)
+                now[0] += 1.0
+            payback.end_run(network)
+            return decided
+
+        run.payback, run.record, run.code = payback, record, group.code
+        run.later = lambda: runs_of(module.Payback(record))
+        run.at_once = lambda: payback.puts_off_traces(network, None, True)
+        return run
+
+    return runs_of(module.Payback(record))
 
 
 def test_first_traces_that_take_several_runs_go_on(further):
     """As on slow machines: after 20 s of tracing a run traces no more. Here so do two runs."""
-    further, code = further
-    further.begin(code)
-    code.put_off = 1
-    assert further.run(3, put_off=1) == further.run(3, put_off=1) == [False] * 3
-    assert further.run(3) == [False] * 3 and further.run(3) == [True] * 3
+    further.code.has_code = False
+    further.record.is_decided = True
+    assert not further(1, put_off=1)[0]
+    further.code.has_code = True
+    assert further(3, put_off=1) == further(3) == [False] * 3
+    assert further(3) == [True] * 3
 
 
-def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further, engine):
+def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further):
     """And the same for Wan's two halves; a trace that began at once has not been paid for by it."""
-    further, code = further
-    assert further.run(5, lacking=1)[-1] and further.runs_to_go == 2
-    later = engine("host.model.further_traces").FurtherTraces(further.record)
-    later.begin(code)
-    _run(later, code, 5, 5, {"traced": 0.1})
+    assert further(5, lacking=1)[-1] and further.payback.lacks()[0] == 2
+    later = further.later()
+    later.at_once()
+    later(5, traced=0.1)
     assert further.record.lost == pytest.approx(0.4), "of five calls, as the first is not timed before the third"
-    assert further.run(5, lacking=1)[-1] and not further.run(5, lacking=1)[0]
+    assert further(5, lacking=1)[-1] and not further(5, lacking=1)[0]
 
 
 @pytest.mark.parametrize(("lowering", "steps", "begins"), [(0, 9, False), (0, 30, True), (15, 30, True), (25, 30, False)])
 def test_only_the_steps_that_are_left_when_the_code_is_there_count(further, lowering, steps, begins):
     """A batch of two came once, in a run of 7 s: it was traced, and its code was there 20 s later."""
-    further, code = further
-    code.groups_of = lambda _settings: [
-        types.SimpleNamespace(
-            stats=types.SimpleNamespace(graph_breaks=0), code=types.SimpleNamespace(version=0, has_code=True, lowering=lowering)
-        )
-    ]
-    assert further.run(3, steps=steps) == [True, True, not begins]
+    further.code.lowering = lowering
+    assert further(3, steps=steps) == [True, True, not begins]
 
 
 def test_runs_of_few_steps_are_traced_in_the_next(further):
     """They cannot be timed. A longer one that was cancelled early says nothing."""
-    further, code = further
-    further.run(1, steps=5, lacking=1)
-    assert further.run(1, steps=5) == [True]
-    code.runs += 1
-    further.call_begins(code, 1, 2, 0.0)
-    code.lacking += 1
-    further.call_begins(code, 2, 2, 1.0)
-    assert further.runs_to_go == 1
-    further.run_ends(code, 2, 2)  # the last call lacked nothing
-    assert further.run(2, steps=2, traced=0.1) == [False] * 2
-    assert not further.run(2, steps=2)[0], "the last call has traced"
-    assert further.run(2, steps=2)[0]
+    further(1, steps=5, lacking=1)
+    assert further(1, steps=5) == [True]
+    assert further(2, steps=2, lacking=1)[-1] and further.payback.lacks()[0] == 1
+    assert further(2, steps=2, traced=0.1) == [False] * 2
+    assert not further(2, steps=2)[0], "the last call has traced"
+    assert further(2, steps=2)[0]
 
 
 def test_a_batch_of_too_few_steps_to_be_timed_is_traced_in_its_second_run(compiled_flux):
