@@ -24,7 +24,6 @@ from ..weights.blocks import notes_on
 from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
 from .network_calls import begin_run, end_run, prepare_replays
-from .payback import payback_of
 from .training import free_trained, train_compiled
 from .user_folder import get_ready
 from .wrapper import BlockCompiler, install_apply_model, obstacle, uninstall_apply_model
@@ -144,16 +143,7 @@ def notes_about(patcher) -> list[str]:
     notes += code.eager_in_words()
     if code.eager[Eager.CONVOLUTIONS] and graphs_of(network).captures and runs_channels_last(network):
         notes.append("In CUDA graphs the blocks of convolutions run channels_last.")
-    if (put_off := payback_of(network).put_off()) is not None:
-        runs, _ = put_off
-        notes.append(
-            "Not compiled so far: that would take longer than it saves. Compiling begins after "
-            f"about {runs} sampler runs, or now: by the button on the Torch Compile node, by Torch Compile Warmup, or with "
-            "compile_when set to `before first image`."
-            if runs
-            else "Not compiled so far: compiling begins with the next step."
-        )
-    elif code.eager_calls:
+    if code.eager_calls:
         notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far.")
     if compiler.makes_code:
         notes.append("More blocks are being compiled in the background.")

@@ -32,7 +32,7 @@ def plain(tiny):
 
 @pytest.fixture
 def flux(engine, tiny, monkeypatch, store, plain):
-    """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
+    """run(compile) samples five steps as on a GPU, and gives the graphs so far and the line of the node."""
     payback, attachment = engine("host.model.payback"), engine("host.model.attach")
     records = engine("host.model.structure_record")
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
@@ -50,7 +50,7 @@ def flux(engine, tiny, monkeypatch, store, plain):
         assert (steps, sampler) != (5, "euler") or latent_of or torch.allclose(result, plain, atol=1e-4)
         groups = engine("compile.registry").code_of(network).groups.values()
         line = engine("messages.status").lines_of()["7"]
-        return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
+        return sum(group.stats.graphs for group in groups), line
 
     run.conditioning = conditioning
     run.notes = lambda: attachment.notes_about(attachment.attach(patcher, engine("settings").CompileSettings()))
@@ -65,9 +65,8 @@ def flux(engine, tiny, monkeypatch, store, plain):
 def test_what_would_not_pay_back_runs_as_without_this_pack_and_says_so(flux):
     flux.cost(1e6)
     for _ in range(2):
-        graphs, line, notes = flux()
+        graphs, line = flux()
         assert graphs == 0 and line.says[0] == "putOff" and line.says[1] > 1000 and line.state == "unclear"
-        assert any(note.startswith("Not compiled so far") for note in notes) and not any("ran uncompiled" in n for n in notes)
 
 
 def test_it_compiles_as_soon_as_it_would_pay_back(flux):
@@ -75,8 +74,8 @@ def test_it_compiles_as_soon_as_it_would_pay_back(flux):
     flux.cost(1e6)
     assert flux()[0] == 0
     flux.cost(1e-9)
-    graphs, line, notes = flux()
-    assert graphs == 1 and line.says[0].startswith("ready") and not any(note.startswith("Not compiled") for note in notes)
+    graphs, line = flux()
+    assert graphs == 1 and line.says[0].startswith("ready")
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_a_run_of_one_step_is_counted_from_the_models_second_on(flux, a_call_tak
     flux.cost(1e6)
     assert flux(steps=1)[0] == 0
     a_call_takes[0] = 1.0
-    graphs, line, _ = flux(steps=1)
+    graphs, line = flux(steps=1)
     assert (graphs, line.says[0]) == (0, "putOff")
     flux.cost(1.9)  # 2 s saved in ten of the second
     assert flux(steps=1)[0] == 1
@@ -204,7 +203,7 @@ def test_a_step_cache_around_the_model_leaves_too_few_calls_for_replays_to_settl
 def test_a_unet_of_few_steps_is_counted_and_offered_from_its_first_run_on(flux, engine, a_call_takes, monkeypatch):
     monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
     flux.cost(1e6)
-    graphs, line, _ = flux(steps=4)
+    graphs, line = flux(steps=4)
     assert graphs == 0 and line.says[0] == "putOff" and line.begins
     _, record = max(engine("host.model.structure_record")._records.items(), key=lambda item: item[1].runs)
     counts = [record.runs]
@@ -296,7 +295,7 @@ def test_few_steps_are_measured_too(flux, steps):
 def test_who_waits_for_code_gets_it_and_others_use_it(flux):
     flux.cost(1e6)
     assert flux("before first image")[0] == 1
-    graphs, line, _ = flux()
+    graphs, line = flux()
     assert graphs == 1 and line.says[0].startswith("ready")
 
 
@@ -350,11 +349,11 @@ def test_what_a_run_that_waits_has_left_is_traced_in_the_next(compiled_flux):
 
 
 def test_the_line_says_so_and_the_user_can_have_it_begin_now(compiled_flux, flux, engine):
-    _, line, _ = flux(batch_size=2)
+    _, line = flux(batch_size=2)
     assert (line.state, line.says) == ("unclear", ["putOff", 1])
     assert engine("host.model.payback").begin_now(line.begins)
     assert engine("messages.status").lines_of()["7"].says == ["beginsNext"]
-    graphs, line, _ = flux(batch_size=2)
+    graphs, line = flux(batch_size=2)
     assert graphs == 2 and line.says[0].startswith("ready")
 
 
@@ -619,14 +618,13 @@ def test_numbers_that_are_damaged_are_none(store, engine, text):
 def test_the_user_can_have_it_begin_now_and_in_later_sessions(flux, engine, tiny):
     payback, records = engine("host.model.payback"), engine("host.model.structure_record")
     flux.cost(1e6)
-    graphs, line, _ = flux()
+    graphs, line = flux()
     assert graphs == 0 and payback.payback_of.items()
     assert not payback.begin_now("b" * 12) and not payback.begin_now(["b"])
     assert payback.begin_now(line.begins)
     line = engine("messages.status").lines_of()["7"]
     assert line.says == ["beginsNext"] and line.begins is None
-    assert "Not compiled so far: compiling begins with the next step." in flux.notes()
-    graphs, line, _ = flux()
+    graphs, line = flux()
     assert graphs == 1 and line.says[0].startswith("ready")
     records._records.clear()
     assert graphs_of(engine, sampled_once(engine, tiny))
