@@ -67,8 +67,8 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failures: by names of patches, why calls with them run eager; for no patches, why all calls do.
         limit_reached: calls with new shapes run eager.
-        is_full: in this run PyTorch has refused one more variant. It counts variants by code object, takes milliseconds to
-            refuse and logs a warning: until the next run nothing is traced, and what has code runs it.
+        is_full: in this run PyTorch has refused one more variant of a code object, which takes milliseconds and logs a warning:
+            until the next run no block is traced, and what has code runs it.
         patches: names of the patches inside the block in the current call; `options`: tells what its code named then.
         breaks_alone: graph breaks of calls without patches.
         ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
@@ -326,9 +326,17 @@ class BlockCode:
 
     def reset_failure(self) -> None:
         """At the start of a run: compile again after a failure that may have passed (a full disk, functions that another pack
-        had exchanged), up to RETRIES times, and after the limit."""
+        had exchanged), up to RETRIES times, and what a reset of Dynamo removed; ask for variants beyond the limit once more.
+        """
         self._traces_in_run.clear()
         self.is_full = False
+        if self.has_code and self.stats.graphs and private.compile_lock.acquire(blocking=False):  # else another thread compiles
+            try:
+                was_reset = not self.variants()
+            finally:
+                private.compile_lock.release()
+            if was_reset:
+                self.discard()
         for patches, failure in list(self.failures.items()):
             options = self._failed_with.get(patches)
             was_exchanged = options is not None and not options.is_current()

@@ -178,7 +178,7 @@ class Payback:
         groups = code.groups_of(settings)
         left = (self._steps - self._calls + 1) * self._call - max((group.code.lowering for group in groups), default=0.0)
         self._pays |= record.lost + max(0.0, left) * record.expected_share >= record.expected_trace(2)
-        # After a graph break nobody sees whether code is missing.
+        # After a graph break nobody sees whether code is missing; discarded code is made again at once.
         is_unclear = any(group.stats.graph_breaks or (group.code.version and not group.code.has_code) for group in groups)
         if self._pays or is_unclear or not any(group.code.has_code for group in groups):
             self._at_once = max(self._at_once, code.runs)

@@ -343,6 +343,17 @@ def test_after_a_trace_in_a_runs_last_call_others_begin_at_once_in_the_next(flux
     assert flux(batch_size=2)[0] == graphs
 
 
+@pytest.mark.parametrize("was_full", [False, True])
+def test_what_another_pack_has_reset_is_made_again_at_once(compiled_flux, engine, was_full):
+    """Also where PyTorch had refused a variant: such calls are not counted as lacking code."""
+    assert compiled_flux() == 1
+    for network in engine("host.model.payback").payback_of.items():
+        for group in engine("compile.registry").code_of(network[0]).groups.values():
+            group.code.limit_reached |= was_full
+    torch._dynamo.reset()
+    assert compiled_flux() == 2
+
+
 def test_what_a_run_that_waits_has_left_is_traced_in_the_next(compiled_flux):
     assert compiled_flux("before first image") == 1
     assert compiled_flux(batch_size=2) == 2
