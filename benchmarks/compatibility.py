@@ -86,8 +86,8 @@ uncompiled, as they would not gain ([figures](figures.md)).
 ## ComfyUI and PyTorch
 ComfyUI 0.26 or newer; PyTorch 2.9 to 2.15 (with 2.9 the step that needs code waits for it). With another PyTorch that lacks
 what compiling needs the model runs uncompiled, and the node says so. With ComfyUI's default allocator (cudaMallocAsync) CUDA
-graphs are used on PyTorch 2.11 and 2.15, where that has been measured; with others, and where ComfyUI uses a second GPU as
-well, they need its option `--disable-cuda-malloc`.
+graphs are used on PyTorch 2.11 and 2.15, where that has been measured; with 2.9 and 2.10, and where ComfyUI uses a second GPU
+as well, they need its option `--disable-cuda-malloc`. With 2.12 to 2.14 there are none (a bug, pytorch#193402).
 
 {matrix}
 

@@ -25,6 +25,9 @@ TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
+# Versions in which a CUDA graph that is freed takes with it the workspaces of cuBLAS that other graphs of its stream write to
+# (`clearCublasWorkspacesForStream` in ATen/cuda/CUDAGraph.cpp, pytorch#193402).
+FREES_WORKSPACES = {"2.12", "2.13", "2.14"}
 # Since 2.13 a guard on an attribute of a tensor is missing if another tensor of the layer has that attribute, too.
 GUARDS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 # Attributes that `mark_static` sets on a tensor (torch/_dynamo/decorators.py): the dimensions, and from 2.13 on, a flag.

@@ -110,9 +110,10 @@ def no_graphs(device: torch.device) -> str | None:
         return ""
     if torch.version.hip:
         return "CUDA graphs are off: they have not been measured on AMD's devices."
-    allocator = torch.cuda.get_allocator_backend()
+    allocator, version = torch.cuda.get_allocator_backend(), ".".join(torch.__version__.split(".")[:2])
+    if version in private.FREES_WORKSPACES:
+        return f"CUDA graphs are off: in PyTorch {version} the end of one breaks others (pytorch#193402); in 2.11 and 2.15 not."
     if allocator == "cudaMallocAsync":
-        version = ".".join(torch.__version__.split(".")[:2])
         if version not in private.CAPTURES_ASYNC:
             reason = f"with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}"
         elif others := others_in_use(device):

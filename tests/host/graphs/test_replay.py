@@ -317,6 +317,9 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     assert no_graphs(torch.device("cpu")) == ""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert no_graphs(torch.device("cuda")) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.13.1+cu130")
+        assert "2.13" in no_graphs(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(engine("torch_compat.private"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
     monkeypatch.setattr(engine("host.graphs.policy"), "others_in_use", lambda _device: others)
