@@ -19,7 +19,7 @@ launches no kernels one by one. Python and launches limit the speed of small mod
    captured is remembered with the reason, and runs without a graph.
 6. Running out of memory drops all graphs and their pool; the call that ran out gets no graph until the weights move. A call
    whose capture failed for another reason, or that keeps memory it has allocated, is not captured again while the layers run
-   the same functions.
+   the same functions. New compiled code forgets both.
 
 Memory. What a capture allocates must be freed within the capture. Under cudaMallocAsync, freeing such a tensor later is at
 best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process if the graph has never run, or
@@ -508,6 +508,7 @@ class ModelGraphs:
             self._free_graphs()
             self.seen.clear()
             self.failures.clear()  # what could not be captured may have been uncompiled
+            self._functions_of_failures.clear()
 
     def _free_graphs(self) -> None:
         if self.graphs:

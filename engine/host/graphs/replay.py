@@ -269,8 +269,8 @@ def new_run(network: nn.Module, begins: bool = False) -> None:
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
-    elif any(getattr(p, "patches", None) for p in network.parameters()):  # ComfyUI-GGUF keeps them in RAM
-        graphs.model.obstacle = "LoRA are applied to packed weights in each step"
+    elif any(isinstance(patches := vars(p).get("patches"), list) and patches for p in network.parameters()):
+        graphs.model.obstacle = "LoRA are applied to packed weights in each step"  # by ComfyUI-GGUF, which keeps them in RAM
     state_of(network).pages.new_run(network)
     state_of(network).missed_calls = 0
     if is_anew:

@@ -119,8 +119,9 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off, watch_of(network).lacks = payback.put_off, payback.lacks
-            # `foreign` is set when a call is to be captured: only then code of other packs is looked for.
-            replays = always_replays(self.settings, network, args[0].device) and watch_of(network).foreign is None
+            # Both are set when a call is to be captured: only then code of other packs is looked for.
+            is_free = watch_of(network).foreign is None and graphs_of(network).model.obstacle is None
+            replays = is_free and always_replays(self.settings, network, args[0].device)
             if self.settings.backend == "cudagraphs":  # this backend compiles nothing
                 payback.after = code_of(network).waits_for = None
             else:

@@ -257,6 +257,9 @@ def test_what_could_not_be_captured_while_it_was_uncompiled_is_tried_again(engin
     assert [run() for _ in range(3)] == [[2, 2]] * 3 and "key" in graphs.failures and not graphs.captures
     codes.append(2)
     assert [run() for _ in range(3)] == [[2, 2]] * 3 and not graphs.failures and graphs.captures == 1
+    graphs._ran_out_of_memory("key", "no room")
+    graphs.drop()
+    assert not graphs.failures, "what ran out of memory is captured again when the weights have moved"
 
 
 def test_a_model_may_take_items_out_of_its_inputs(graphs):

@@ -150,8 +150,9 @@ def test_there_are_no_cuda_graphs_with_lora_which_the_pack_copies_from_ram_in_ea
     compiled = flux.attach(flux.patcher, compile_when="before first image")
     held = engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model)
     weight, captures = flux.patcher.model.diffusion_model.single_blocks[0].linear1.weight, []
+    flux.patcher.model.diffusion_model.img_in.weight.patches = torch.ones(2)  # what another pack may call so
     lora = torch.ones(1, weight.shape[1]), torch.ones(weight.shape[0], 1), 0.1
-    for patches in ((), (lora,), ()):
+    for patches in ([], [lora], []):
         weight.patches = patches
         expected = flux.run(flux.patcher)
         assert relative_error(flux.run(compiled), expected) < 1e-6
