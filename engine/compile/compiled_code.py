@@ -81,6 +81,8 @@ class BlockCode:
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: start (`ModelCall.began`) of the last call of the model that traced it.
+        _has_variants: PyTorch held code of the block after its last trace. Of a block that it skips, as after some graph
+            breaks, it holds none, only of functions that the block calls.
     """
 
     name: str
@@ -110,6 +112,7 @@ class BlockCode:
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced: Counter[tuple] = field(default_factory=Counter)
     _traced_from: int = 0
+    _has_variants: bool = False
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
     _compiled: Callable | None = None
@@ -229,6 +232,7 @@ class BlockCode:
                 self.is_tracing = False
                 self.compiles += 1
                 self.traces += 1
+                self._has_variants = bool(self.variants())
                 call.traced += session.seconds
                 added = session.stats()
                 self.stats.add(added)
@@ -289,6 +293,7 @@ class BlockCode:
         if self._function is not None:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
+        self._has_variants = False
         self._traced.clear()
         self.limit_reached = self.is_full = False
         self.version += 1
@@ -330,7 +335,7 @@ class BlockCode:
         """
         self._traces_in_run.clear()
         self.is_full = False
-        if self.has_code and self.stats.graphs and private.compile_lock.acquire(blocking=False):  # else another thread compiles
+        if self._has_variants and private.compile_lock.acquire(blocking=False):  # else another thread compiles
             try:
                 was_reset = not self.variants()
             finally:
