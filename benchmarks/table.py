@@ -360,6 +360,7 @@ class Table(Bench):
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
             row["compiled_in_call"] = [sentence for model in report for sentence in model["compiled_in_call"]]
             row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
+            row["says"] = settled[-1].get("lines", {})  # it may name code that keeps CUDA graphs off: this bench's, if wrong
             row["cuda_graphs"] = of.server.get("/session/graphs")["captures"]
 
     def _compare(self, of: Contender) -> None:
@@ -401,7 +402,8 @@ def _line(row: dict) -> str:
     where = f"{row['setup']} {row['variant']}"
     if "died" in row or "seconds" not in row:
         return f"{where}: {row.get('died', 'not finished')}"
-    keys = ("ready", "graphs", "breaks", "cuda_graphs", "error", "noise", "vram_gib", "server_start", "compiled_in_call")
+    keys = ("ready", "graphs", "breaks", "cuda_graphs", "says", "error", "noise", "vram_gib", "server_start")
+    keys += ("compiled_in_call",)
     about = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
     prompts = " ".join(f"{prompt['seconds']:.1f}" for prompt in row["prompts"] if "seconds" in prompt)
     return f"{where}: {row['seconds']:.2f} s, step {row['step']:.4f}; prompts {prompts}; {about}"
