@@ -177,7 +177,7 @@ class BlockGroup:
             return False
         is_missing = self.code.is_being_lowered or not (call.may_trace or self.code.is_full)
         if call.synchronous or not is_missing or compiles != self.code.compiles:
-            self._searches.pop(key, None)  # by another thread, of another GPU
+            self._searches.pop(key, None)  # the thread of another GPU may have removed it
             return False
         return True
 

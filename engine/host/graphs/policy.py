@@ -112,7 +112,7 @@ def no_graphs(device: torch.device) -> str | None:
         return "CUDA graphs are off: they have not been measured on AMD's devices."
     allocator, version = torch.cuda.get_allocator_backend(), ".".join(torch.__version__.split(".")[:2])
     if version in private.FREES_WORKSPACES:
-        return f"CUDA graphs are off: in PyTorch {version} the end of one breaks others (pytorch#193402); in 2.11 and 2.15 not."
+        return f"CUDA graphs are off: in PyTorch {version} freeing one breaks the others (pytorch#193402). Use 2.11 or 2.15."
     if allocator == "cudaMallocAsync":
         if version not in private.CAPTURES_ASYNC:
             reason = f"with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}"

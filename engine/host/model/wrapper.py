@@ -119,7 +119,7 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off, watch_of(network).lacks = payback.put_off, payback.lacks
-            # Both are set when a call is to be captured: only then code of other packs is looked for.
+            # What forbids replays: some is known when a run begins, code of other packs when a call is to be captured.
             is_free = watch_of(network).foreign is None and graphs_of(network).model.obstacle is None
             replays = is_free and always_replays(self.settings, network, args[0].device)
             if self.settings.backend == "cudagraphs":  # this backend compiles nothing
