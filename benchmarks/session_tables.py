@@ -35,20 +35,21 @@ NOTICED = 3
 
 
 class Sessions:
-    """The newest session of each kind, by (model, GiB free, cores, variant, cache), and eager's of the same run."""
+    """The newest session of each kind, by (model and weights, GiB free, cores, variant, cache), and eager's of the same run."""
 
     def __init__(self, prompts: list[dict]):
         self.newest: dict[tuple, dict[int, dict]] = {}
         self._by_run: dict[tuple, dict[int, dict]] = {}
         for row in prompts:
-            key = (row["model"], row["free_gib"], row["cores"], row["variant"], row["cache"])
+            model = " ".join((row["model"], *([row["weights"]] if "weights" in row else [])))
+            key = (model, row["free_gib"], row["cores"], row["variant"], row["cache"])
             self.newest[key] = self._by_run.setdefault((row["source"], *key), {})
             self.newest[key][row["number"]] = row
 
     def set_ups(self) -> list[tuple[str, float]]:
         """(model, GiB free) where there is something beside eager, in the order of the other tables, all memory first."""
-        held = {key[:2] for key in self.newest if key[0] in NAMES and key[3] != "eager"}
-        return sorted(held, key=lambda s: (list(NAMES).index(s[0]), -s[1] if s[1] else float("-inf")))
+        held = {key[:2] for key in self.newest if key[0].partition(" ")[0] in NAMES and key[3] != "eager"}
+        return sorted(held, key=lambda s: (list(NAMES).index(s[0].partition(" ")[0]), s[0], -s[1] if s[1] else float("-inf")))
 
     def eager(self, key: tuple) -> dict[int, dict]:
         """Eager's session of the same run, so of the same machine, as number -> row; empty where there is none."""
@@ -81,7 +82,8 @@ def _figures(sessions: Sessions, key: tuple, last: int) -> list[str]:
 
 
 def _title(model: str, free: float) -> str:
-    return NAMES[model] + (f", {free:g} GiB free" if free else "")
+    name, _, weights = model.partition(" ")
+    return ", ".join((NAMES[name], *([FORMATS[weights]] if weights else []), *([f"{free:g} GiB free"] if free else [])))
 
 
 def sessions_table() -> str:
@@ -337,16 +339,6 @@ def without_dynamic_vram() -> str:
         f"its steps of Flux took {shares[0]:.2f} of uncompiled ones (ours {shares[1]:.2f}), "
         f"but the image for which a LoRA was switched on {with_lora[0]:.0f} s (ours {with_lora[1]:.1f})"
     )
-
-
-def with_little_vram() -> str:
-    """The README's: what a session of Flux gains after its first image with 14 GiB of the card left free."""
-    sessions = Sessions(rows("sessions", "session")[0])
-    key = ("flux", 14.0, 0, "ours", "cold")
-    own, eager = sessions.newest[key], sessions.eager(key)
-    later = [number for number in own if number > 1]
-    ours, plain = (sum(of[number]["seconds"] for number in later) for of in (own, eager))
-    return f"{len(later)} images of Flux bf16 took {1 - ours / plain:.0%} less time".replace("%", " %")
 
 
 def more_vram() -> str:

@@ -11,7 +11,8 @@ session once more, in new servers that find what the first has left. Every varia
 in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
 
 The variants take turns prompt by prompt, so that what else the machine does meets all of them: while one has its turn, the
-others' processes are stopped (SIGSTOP), and what they hold of memory stays theirs.
+others' processes are stopped (SIGSTOP), and what they hold of memory stays theirs. With little memory (--free) they come one
+after another.
 """
 
 import argparse
@@ -439,27 +440,38 @@ class Bench:
         living = [v for v in self.options.variants if self.options.kjnodes or not v.startswith("kjnodes")]
         if cache == "warm":  # eager compiles nothing
             living = [variant for variant in living if variant != "eager"]
-        for some in filter(None, (numbered[:restart], numbered[restart:])):
-            with contextlib.ExitStack() as stack:
-                self.left()
-                with concurrent.futures.ThreadPoolExecutor() as together:
-                    entered = together.map(
-                        lambda variant: stack.enter_context(self.paused(variant, cores, packs=packs)), living
-                    )
-                    servers = dict(zip(living, entered, strict=True))
-                for paused in servers.values() if self.options.free else ():
-                    with at_work(paused) as server:
-                        print(server.post("/session/free", {"gib": self.options.free}), flush=True)
-                for number, prompt in some:
-                    for variant in list(living):
-                        about = {**common, "variant": variant, "number": number, "prompt": prompt.name}
-                        with at_work(servers[variant]) as server:
-                            row = self._prompt(server, about, prompt)
-                        self.known["rows"].append(row)
-                        self.save()
-                        print(_line(row), flush=True)
-                        if row.get("over"):
-                            living.remove(variant)
+        # The first of two servers would fill what is left free, and keep it from the second.
+        for some in [[variant] for variant in living] if self.options.free else [living]:
+            for part in filter(None, (numbered[:restart], numbered[restart:])):
+                self._turns(some, part, common, packs)
+
+    def _turns(self, living: list[str], numbered: list[tuple[int, Prompt]], common: dict, packs: list[str]) -> None:
+        """These prompts, of the variants in turn; removes from `living` those that die.
+
+        Args:
+            common: what each row says first.
+            packs: beside ours, as of `server`.
+        """
+        with contextlib.ExitStack() as stack:
+            self.left()
+            with concurrent.futures.ThreadPoolExecutor() as together:
+                entered = together.map(
+                    lambda variant: stack.enter_context(self.paused(variant, common["cores"], packs=packs)), living
+                )
+                servers = dict(zip(living, entered, strict=True))
+            for paused in servers.values() if self.options.free else ():
+                with at_work(paused) as server:
+                    print(server.post("/session/free", {"gib": self.options.free}), flush=True)
+            for number, prompt in numbered:
+                for variant in list(living):
+                    about = {**common, "variant": variant, "number": number, "prompt": prompt.name}
+                    with at_work(servers[variant]) as server:
+                        row = self._prompt(server, about, prompt)
+                    self.known["rows"].append(row)
+                    self.save()
+                    print(_line(row), flush=True)
+                    if row.get("over"):
+                        living.remove(variant)
 
     @contextlib.contextmanager
     def paused(self, variant: str, *about, **more):

@@ -1,5 +1,6 @@
 """The figures that people read are made from the results files, and by nothing else."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -7,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -310,6 +312,44 @@ def test_sessions_are_set_beside_eagers_prompts_of_the_same_run(benchmark, measu
     assert "| Flux-dev 12B, 1024x1024, 4 cores | eager | ours, cold |" in prompts
     # Eager's usual step is 0.5 s: the first steps of 4 s and 8 s are more than three of them.
     assert "| steps over 3 of eager's | 3 | 2 | 1 | 0 |" in prompts
+
+    packed = [*_session("flux", "eager", [6, 6], weights="gguf"), *_session("flux", "ours", [3, 3], weights="gguf")]
+    measured("sessions", ([*_session("flux", "eager", [4, 4, 4]), *ours, *packed], {}))
+    firsts = [line.split(" | ")[:3] for line in sessions.sessions_table().splitlines() if line.startswith("|")][2:]
+    assert firsts[0] == ["| Flux-dev 12B, 1024x1024, 3 prompts", "eager", "4.0"]
+    assert firsts[2] == ["| Flux-dev 12B, 1024x1024, GGUF Q4_K, 2 prompts", "eager", "6.0"]
+
+
+@pytest.mark.parametrize("free", [0, 8])
+def test_servers_with_little_memory_do_not_share_it(benchmark, monkeypatch, tmp_path, free):
+    """The first one would keep what it has filled."""
+    sessions, log = benchmark("sessions"), []
+
+    class Bench(sessions.Bench):
+        def __init__(self):
+            self.options = types.SimpleNamespace(
+                prompts=[1, 2], free=free, weights="default", variants=["ours", "eager"], kjnodes=None
+            )
+            self.known = {"rows": []}
+
+        @contextlib.contextmanager
+        def paused(self, variant, *_, **__):
+            log.append(f"{variant} starts")
+            yield types.SimpleNamespace(post=lambda *_: log.append(f"{variant} fills"))
+            log.append(f"{variant} ends")
+
+        def _prompt(self, _server, about, _prompt):
+            log.append(f"{about['variant']} {about['number']}")
+            return {**about, "died": ""}
+
+        left = clear = save = lambda *_: None
+
+    monkeypatch.setattr(sessions, "at_work", contextlib.nullcontext)
+    Bench().session("sd15", "cold", 0)
+    if free:
+        assert log == [f"{v} {w}" for v in ("ours", "eager") for w in ("starts", "fills", "1", "2", "ends")]
+    else:
+        assert [entry for entry in log if entry[-1].isdigit()] == ["ours 1", "eager 1", "ours 2", "eager 2"]
 
 
 def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, measured):
