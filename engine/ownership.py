@@ -457,7 +457,9 @@ def address_of(tensor: Any) -> Hashable:
 
 
 def _identity(value: object) -> object:
-    return tuple(map(_identity, value)) if isinstance(value, list | tuple) else Same(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_identity, value))
+    return (Same(value), address_of(value)) if isinstance(value, torch.Tensor) else Same(value)
 
 
 def is_of_class(module: nn.Module, name: str, value: Any) -> bool:

@@ -14,11 +14,13 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import torch
+from torch import nn
 
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...failures.describe import in_one_line
 from ...log import logger
 from ...ownership import is_ours
+from ..weights import packed_lora
 from ..weights.blocks import Loaded
 
 
@@ -50,11 +52,17 @@ def _loaded(device: torch.device) -> Iterator[tuple[Any, Any, bool]]:
             yield patcher, getattr(patcher.model, "dynamic_vbars", {}).get(device), runs
 
 
-def _idle_graphs(device: torch.device) -> list[ModelGraphs]:
+def _idle_graphs(device: torch.device) -> list[tuple[nn.Module, ModelGraphs]]:
     """Those of models that do not run. A ControlNet's patcher holds the network itself."""
     running = [getattr(patcher.model, "diffusion_model", patcher.model) for patcher, _pages, runs in _loaded(device) if runs]
     of_device = [(network, graphs) for network, graphs in graphs_of.items() if graphs.graphs and graphs.model.device == device]
-    return [graphs for network, graphs in of_device if not any(network is other for other in running)]
+    return [(network, graphs) for network, graphs in of_device if not any(network is other for other in running)]
+
+
+def _drop(network: nn.Module, graphs: ModelGraphs) -> None:
+    """Free the model's graphs, and what is kept on the GPU for them."""
+    graphs.drop()
+    packed_lora.put_back(network)
 
 
 def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
@@ -71,17 +79,23 @@ def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
     return run
 
 
+def reserve(loaded: Loaded, inputs: tuple) -> float:
+    """The bytes that the host keeps free for a call beside weights (comfy/model_base.py, `memory_required`). The first tensor
+    of `inputs` is the latent."""
+    estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
+    shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
+    return comfy.model_management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
+
+
 @_never_fails
 def make_room(loaded: Loaded, inputs: tuple) -> bool:
     """Free memory for the capture of a call, or a replay: what PyTorch keeps for itself, pages and graphs of models that do not
-    run. The first tensor of `inputs` is the latent. A graph takes about the host's estimate of what a call needs
-    (comfy/model_base.py, `memory_required`). Returns whether so much is free, and what the host keeps free beside it."""
+    run. A graph takes about the host's estimate of what a call needs. Returns whether so much is free, and what the host keeps
+    free beside it; `inputs` as of `reserve`."""
     device = loaded.device
     if device.type != "cuda":
         return True
-    estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
-    shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
-    needed = comfy.model_management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
+    needed = reserve(loaded, inputs)
 
     def lack() -> float:
         return needed - torch.cuda.mem_get_info(device)[0]
@@ -89,15 +103,15 @@ def make_room(loaded: Loaded, inputs: tuple) -> bool:
     if lack() > 0:
         comfy.model_management.soft_empty_cache()
     idle_pages = [pages for _patcher, pages, runs in _loaded(device) if pages is not None and not runs]
-    idle_graphs = [graphs for graphs in _idle_graphs(device) if graphs is not graphs_of(loaded.network)]
+    idle_graphs = [(network, graphs) for network, graphs in _idle_graphs(device) if network is not loaded.network]
     if not idle_graphs and lack() > sum(pages.loaded_size() for pages in idle_pages):
         return False  # they would have to be filled again, for nothing
     for pages in idle_pages:
         if (bytes_lacking := lack()) > 0:
             pages.free_memory(min(bytes_lacking, pages.loaded_size()))
-    for graphs in idle_graphs:
+    for network, graphs in idle_graphs:
         if lack() > 0:
-            graphs.drop()
+            _drop(network, graphs)
     return lack() <= 0
 
 
@@ -110,6 +124,7 @@ def watch_unloading() -> None:
     in their places when the host takes memory from it, and no model is unloaded for another.
     """
     patchers, management, all_graphs = comfy.model_patcher.ModelPatcher, comfy.model_management, graphs_of
+    put_back, has_copies = packed_lora.put_back, packed_lora.has_copies
 
     # At exit, when the host deletes patchers, this module's names are gone: these functions use none.
     def drop_of_unloaded(_result, patcher, unpatch_all=True):
@@ -117,6 +132,7 @@ def watch_unloading() -> None:
             for network, graphs in all_graphs.items():
                 if network is patcher.model or network is getattr(patcher.model, "diffusion_model", None):
                     graphs.drop()
+                    put_back(network)
 
     def drop_of_moved(freed, patcher, *_args, **_kwargs):
         drop_of_unloaded(freed, patcher, unpatch_all=freed)
@@ -130,7 +146,8 @@ def watch_unloading() -> None:
         def watched(*args, **kwargs):
             result = hosts(*args, **kwargs)
             drop(result, *args, **kwargs)
-            if getattr(owner, name) is watched and not any(graphs.graphs for _, graphs in all_graphs.items()):
+            is_needed = any(graphs.graphs or has_copies(network) for network, graphs in all_graphs.items())
+            if getattr(owner, name) is watched and not is_needed:
                 setattr(owner, name, hosts)
             return result
 
@@ -151,6 +168,6 @@ def _drop_of_idle(_result, models=(), *_args, **_kwargs) -> bool:
         if idle and _free_beside_models(device) < required:
             comfy.model_management.soft_empty_cache()
             if _free_beside_models(device) < required:
-                for graphs in idle:
-                    graphs.drop()
+                for network, graphs in idle:
+                    _drop(network, graphs)
     return True

@@ -53,9 +53,10 @@ from ...per_model import PerModel
 from ...torch_settings import modes, numerics
 from ...transformer_options.filter import BOOKKEEPING, keys_read
 from ..adapter import without_prefetch
+from ..weights import packed_lora
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .memory import is_short_of_memory, make_room, watch_unloading
+from .memory import is_short_of_memory, make_room, reserve, watch_unloading
 from .policy import Notes, has_convolutions, judge_for
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
@@ -102,6 +103,10 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         def why_no_graphs():
             foreign = foreign_in_options(options, wrapped) or foreign_in_options(model_options) or foreign_around()
             if foreign is None:
+                if not state.lora_looked_at:
+                    state.lora_looked_at = True
+                    reason = packed_lora.keep_on_device(network, device, reserve(loaded, (*args, *kwargs.values())))
+                    graphs.model.obstacle = graphs.model.obstacle or reason
                 graphs.drop_if_stale(network, device, address_of if state.pages else None)
                 foreign = graphs.model.foreign
             reason = _obstacle(network) if foreign is None else None
@@ -269,9 +274,8 @@ def new_run(network: nn.Module, begins: bool = False) -> None:
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
-    elif any(isinstance(patches := vars(p).get("patches"), list) and patches for p in network.parameters()):
-        graphs.model.obstacle = "LoRA are applied to packed weights in each step"  # by ComfyUI-GGUF, which keeps them in RAM
     state_of(network).pages.new_run(network)
+    state_of(network).lora_looked_at = False
     state_of(network).missed_calls = 0
     if is_anew:
         state_of(network).squeezed = 0
@@ -317,6 +321,7 @@ class NetworkState:
         squeezed: how often graphs were dropped for that in the last runs.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
+        lora_looked_at: LoRA of packed weights have been copied in this run, if they can be.
         told_in: the sampling run in which it was last said that blocks are not plain (`Binding.plain`).
     """
 
@@ -328,6 +333,7 @@ class NetworkState:
     squeezed: int = 0
     channels_last_fails: str = ""
     norms_ready: bool = False
+    lora_looked_at: bool = False
     told_in: int = -1
 
 

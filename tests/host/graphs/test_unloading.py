@@ -42,6 +42,23 @@ def test_graphs_go_with_a_part_of_the_model(flux):
     assert loaded.model is not None and not graphs(flux)
 
 
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_copies_of_lora_go_with_a_part_of_the_model(flux, has_graphs):
+    """Those of packed weights, which the host does not know of."""
+    flux.run(flux.attach(flux.patcher))
+    (loaded,) = [one for one in comfy.model_management.current_loaded_models if one.model.model is flux.patcher.model]
+    weight, in_ram = flux.patcher.model.diffusion_model.img_in.weight, []
+    weight.patches = flux.engine("host.weights.packed_lora")._Copies()
+    weight.patches.kept_in_ram = in_ram
+    if not has_graphs:
+        for _, others in flux.engine("cuda_graphs.capture").graphs_of.items():
+            others.drop()
+        cpu = torch.device("cpu")
+        comfy.model_patcher.ModelPatcher(torch.nn.Identity(), cpu, cpu).partially_unload(cpu)
+    assert not loaded.model_unload(1)
+    assert weight.patches is in_ram
+
+
 def test_those_of_another_model_stay(flux, tiny, engine):
     other = Runs(tiny, engine, "flux", cfg=1.0, steps=3)
     for runs in (flux, other):

@@ -1,8 +1,13 @@
 """Weights of ComfyUI-GGUF: unpacked by an operator, so that a block's graph is that of the plain model."""
 
+import contextlib
+import functools
 import gc
+import itertools
+import sys
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -144,7 +149,7 @@ def test_a_graph_that_is_captured_while_a_packings_code_is_made_is_captured_anew
     assert held.graphs and not set(map(id, graphs)) & set(map(id, held.graphs.values()))
 
 
-def test_there_are_no_cuda_graphs_with_lora_which_the_pack_copies_from_ram_in_each_step(flux, engine, monkeypatch):
+def test_cuda_graphs_with_lora_that_the_weights_carry(flux, engine, monkeypatch):
     capture_again(engine, monkeypatch)
     flux.steps = 3
     compiled = flux.attach(flux.patcher, compile_when="before first image")
@@ -152,12 +157,78 @@ def test_there_are_no_cuda_graphs_with_lora_which_the_pack_copies_from_ram_in_ea
     weight, captures = flux.patcher.model.diffusion_model.single_blocks[0].linear1.weight, []
     flux.patcher.model.diffusion_model.img_in.weight.patches = torch.ones(2)  # what another pack may call so
     lora = torch.ones(1, weight.shape[1]), torch.ones(weight.shape[0], 1), 0.1
-    for patches in ([], [lora], []):
+    none, host = contextlib.nullcontext, sys.modules["comfy.lora"]
+    by_another_pack = functools.partial(mock.patch.object, host, "calculate_weight", OTHERS)
+    for patches, patched in (([], none), ([lora], none), ([(*lora[:2], 0.2)], none), ([lora], by_another_pack), ([], none)):
         weight.patches = patches
         expected = flux.run(flux.patcher)
-        assert relative_error(flux.run(compiled), expected) < 1e-6
+        for _ in range(2):
+            with patched():
+                assert relative_error(flux.run(compiled), expected) < 1e-6
         captures.append(held.captures)
-    assert captures == [1, 1, 2], engine("host.model.attach").notes_about(compiled)
+    more = [after - before for before, after in itertools.pairwise(captures)]
+    assert more == [1, 1, 0, 1], engine("host.model.attach").notes_about(compiled)
+
+
+# A function of another pack.
+OTHERS = types.FunctionType(compile("0", "/opt/custom_nodes/other/lora.py", "eval"), {})
+
+
+def a_layer_with(patches, device="meta"):
+    layer, about = GGMLLinear(8, 4, device=device), {"tensor_type": Kind.TIMES, "tensor_shape": (4, 8), "patches": patches}
+    layer.weight = nn.Parameter(GGMLTensor(layer.weight.detach(), **about), requires_grad=False)
+    return layer
+
+
+def an_adapter(name, tensors):
+    adapters = {adapter.name: adapter for adapter in sys.modules["comfy.weight_adapter"].adapters}
+    return adapters[name](set(), (*tensors, 2.0, None, None, None))
+
+
+def test_lora_of_packed_weights_are_copied_to_them_once(engine, monkeypatch):
+    management, module = sys.modules["comfy.model_management"], engine("host.weights.packed_lora")
+    free = 1000 + 4 * (8 + 16 + 32)
+    monkeypatch.setattr(management, "get_free_memory", lambda _device: free)
+    adapter, offset = an_adapter("lora", (torch.ones(4, 2), torch.ones(2, 8))), (0, 1, 2)
+    patches = [([(0.5, adapter, 1.0, offset, None), (1.0, ("diff", (torch.ones(4, 8),)), 1.0, None, None)], "key")]
+    layer = a_layer_with(patches)
+    keep = functools.partial(module.keep_on_device, layer, torch.device("meta"))
+    assert keep(1001) == "LoRA are copied to packed weights in each step" and layer.weight.patches is patches
+    assert keep(1000) is None and module.has_copies(layer)
+    (((strength, moved, model, narrowed, _), (_, (kind, (diff,)), *_)), key) = layer.weight.patches[0]
+    assert (strength, model, narrowed, kind, key) == (0.5, 1.0, offset, "diff", "key")
+    assert diff.is_meta and [w.is_meta for w in moved.weights[:2]] == [True, True] and moved.weights[2:] == adapter.weights[2:]
+    assert not adapter.weights[0].is_meta and type(moved) is type(adapter), "the host's own stay as they are"
+    kept = layer.weight.patches
+    assert keep(1000) is None and layer.weight.patches is kept
+    module.put_back(layer)
+    assert layer.weight.patches is patches and not module.has_copies(layer)
+
+
+def test_lora_whose_weights_are_elsewhere_or_lack_memory_stay_in_ram(engine, monkeypatch):
+    monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
+    keep, patches = engine("host.weights.packed_lora").keep_on_device, [([(1.0, (torch.ones(4, 8),), 1.0, None, None)], "key")]
+    layers = nn.ModuleList([a_layer_with(patches), nn.Linear(2, 2)])
+    assert keep(layers, torch.device("meta"), 0) and layers[0].weight.patches is patches
+
+    def none_left(tensor, *_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch.Tensor, "to", none_left)
+    assert keep(layers[0], torch.device("meta"), 0) and layers[0].weight.patches is patches
+
+
+def test_lora_that_a_capture_cannot_hold(engine, monkeypatch):
+    keep, tensor = engine("host.weights.packed_lora").keep_on_device, torch.ones(4, 8)
+    monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
+
+    def why_not(value, function=None, layer=a_layer_with):
+        return keep(layer([([(1.0, value, 1.0, None, function)], "key")]), torch.device("meta"), 0)
+
+    assert why_not((tensor,)) is None and why_not(an_adapter("lora", (tensor, tensor))) is None
+    assert why_not((tensor,), OTHERS) and why_not(an_adapter("oft", (tensor, tensor)))  # it asks for a norm
+    monkeypatch.setattr(sys.modules["comfy.lora"], "calculate_weight", OTHERS)
+    assert why_not((tensor,)) and why_not(None, layer=lambda _patches: nn.Linear(2, 2)) is None
 
 
 def test_a_pack_that_is_given_settings_unpacks_by_them(flux, engine, monkeypatch):

@@ -1,0 +1,114 @@
+"""Keep LoRA of packed weights on the GPU, for CUDA graphs.
+
+ComfyUI-GGUF applies a LoRA whenever it unpacks a weight, which holds it as an attribute: `patches`, a list of patches as the
+host's `calculate_weight` takes them (comfy/lora.py). It keeps them in RAM, from where each step copies them; no CUDA graph can
+do that. So they are copied once, where a graph may be captured, and the weight has its own list again when graphs are dropped
+because the host needs memory (`put_back`). The copies are freed when the host takes the LoRA off: the weight gets another list.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comfy.lora
+import comfy.model_management
+import comfy.weight_adapter
+import torch
+from torch import nn
+
+from ...failures.describe import is_out_of_memory
+from ...ownership import pack_of
+
+# Those of comfy/weight_adapter that a capture can hold: others look at numbers on the GPU, and the host only logs it if that
+# fails, so that the graph would have no LoRA.
+_ADAPTERS = frozenset({"lora", "loha", "lokr", "glora"})
+
+
+class _Copies(list):
+    """Patches with their tensors on a weight's device; `kept_in_ram`: as they were."""
+
+    kept_in_ram: list
+
+
+def keep_on_device(network: nn.Module, device: torch.device, reserve: float) -> str | None:
+    """Copy LoRA of packed weights to the device. `reserve`: bytes that must be free beside them.
+
+    Returns:
+        Why a CUDA graph cannot hold them; None: it can, or there are none.
+    """
+    carried = [(p, patches) for p, patches in _lists(network) if patches]
+    if not carried:
+        return None
+    if pack_of(comfy.lora.calculate_weight) is not None or not all(_is_hosts(patches) for _, patches in carried):
+        return "a LoRA of packed weights runs other code than ComfyUI's usual"
+    elsewhere = [(p, patches) for p, patches in carried if _bytes_elsewhere(patches, device)]
+    if elsewhere:
+        in_each_step = "LoRA are copied to packed weights in each step"
+        needed = reserve + sum(_bytes_elsewhere(patches, device) for _, patches in elsewhere)
+        if any(p.device != device for p in network.parameters()) or needed > comfy.model_management.get_free_memory(device):
+            return in_each_step
+        try:
+            copies = [_Copies(_mapped(patches, lambda tensor: tensor.to(device))) for _, patches in elsewhere]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return in_each_step
+        for (p, patches), copied in zip(elsewhere, copies, strict=True):
+            p.patches, copied.kept_in_ram = copied, patches
+    return None
+
+
+# At exit, when these two may be called, names of this module are gone: they use none.
+def put_back(network: nn.Module) -> None:
+    """Free the copies."""
+    for p in network.parameters():
+        if hasattr(patches := vars(p).get("patches"), "kept_in_ram"):
+            p.patches = patches.kept_in_ram
+
+
+def has_copies(network: nn.Module) -> bool:
+    return any(hasattr(vars(p).get("patches"), "kept_in_ram") for p in network.parameters())
+
+
+def _lists(network: nn.Module) -> Iterator[tuple[Any, list]]:
+    found = ((p, vars(p).get("patches")) for p in network.parameters())
+    return ((p, patches) for p, patches in found if isinstance(patches, list))
+
+
+def _bytes_elsewhere(patches: list, device: torch.device) -> int:
+    total = 0
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.nbytes if tensor.device != device else 0
+        return tensor
+
+    _mapped(patches, add)
+    return total
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What a patch holds with its tensors changed. The host's LoRA share its adapters, so they are copied."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+        changed = copy.copy(value)
+        changed.weights = _mapped(value.weights, change)
+        return changed
+    if isinstance(value, list | tuple):
+        items = [_mapped(item, change) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _is_hosts(value: Any) -> bool:
+    """Whether a patch holds data and what the host made alone."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_hosts, value))
+    if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+        return pack_of(type(value)) is None and value.name in _ADAPTERS and _is_hosts(value.weights)
+    if callable(value):
+        return pack_of(value) is None
+    return isinstance(value, torch.Tensor | None | int | float | str | dict)
