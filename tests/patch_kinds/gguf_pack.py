@@ -30,7 +30,8 @@ class GGMLTensor(torch.Tensor):
         moved = super().to(*args, **kwargs)
         moved.tensor_type = getattr(self, "tensor_type", None)
         moved.tensor_shape = getattr(self, "tensor_shape", moved.data.shape)
-        moved.patches = getattr(self, "patches", ())
+        patches = getattr(self, "patches", ())
+        moved.patches = patches.copy() if isinstance(patches, list) else patches
         return moved
 
     def clone(self, *_, **__):

@@ -104,9 +104,10 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
             foreign = foreign_in_options(options, wrapped) or foreign_in_options(model_options) or foreign_around()
             if foreign is None:
                 if not state.lora_looked_at:
-                    state.lora_looked_at = True
-                    reason = packed_lora.keep_on_device(network, device, reserve(loaded, (*args, *kwargs.values())))
+                    beside = functools.partial(reserve, loaded, (*args, *kwargs.values()))
+                    reason = packed_lora.keep_on_device(network, device, beside)
                     graphs.model.obstacle = graphs.model.obstacle or reason
+                    state.lora_looked_at = True
                 graphs.drop_if_stale(network, device, address_of if state.pages else None)
                 foreign = graphs.model.foreign
             reason = _obstacle(network) if foreign is None else None

@@ -31,9 +31,15 @@ class _Copies(list):
 
     kept_in_ram: list
 
+    def copy(self) -> _Copies:
+        """The pack's tensors take a copy whenever they are brought to a device (`GGMLTensor.to`), themselves as well."""
+        again = _Copies(self)
+        again.kept_in_ram = self.kept_in_ram
+        return again
 
-def keep_on_device(network: nn.Module, device: torch.device, reserve: float) -> str | None:
-    """Copy LoRA of packed weights to the device. `reserve`: bytes that must be free beside them.
+
+def keep_on_device(network: nn.Module, device: torch.device, reserve: Callable[[], float]) -> str | None:
+    """Copy LoRA of packed weights to the device. `reserve`: gives the bytes that must be free beside them.
 
     Returns:
         Why a CUDA graph cannot hold them; None: it can, or there are none.
@@ -46,7 +52,7 @@ def keep_on_device(network: nn.Module, device: torch.device, reserve: float) -> 
     elsewhere = [(p, patches) for p, patches in carried if _bytes_elsewhere(patches, device)]
     if elsewhere:
         in_each_step = "LoRA are copied to packed weights in each step"
-        needed = reserve + sum(_bytes_elsewhere(patches, device) for _, patches in elsewhere)
+        needed = reserve() + sum(_bytes_elsewhere(patches, device) for _, patches in elsewhere)
         if any(p.device != device for p in network.parameters()) or needed > comfy.model_management.get_free_memory(device):
             return in_each_step
         try:

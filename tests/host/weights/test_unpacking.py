@@ -193,14 +193,15 @@ def test_lora_of_packed_weights_are_copied_to_them_once(engine, monkeypatch):
     patches = [([(0.5, adapter, 1.0, offset, None), (1.0, ("diff", (torch.ones(4, 8),)), 1.0, None, None)], "key")]
     layer = a_layer_with(patches)
     keep = functools.partial(module.keep_on_device, layer, torch.device("meta"))
-    assert keep(1001) == "LoRA are copied to packed weights in each step" and layer.weight.patches is patches
-    assert keep(1000) is None and module.has_copies(layer)
+    assert keep(lambda: 1001) == "LoRA are copied to packed weights in each step" and layer.weight.patches is patches
+    assert keep(lambda: 1000) is None and module.has_copies(layer)
     (((strength, moved, model, narrowed, _), (_, (kind, (diff,)), *_)), key) = layer.weight.patches[0]
     assert (strength, model, narrowed, kind, key) == (0.5, 1.0, offset, "diff", "key")
     assert diff.is_meta and [w.is_meta for w in moved.weights[:2]] == [True, True] and moved.weights[2:] == adapter.weights[2:]
     assert not adapter.weights[0].is_meta and type(moved) is type(adapter), "the host's own stay as they are"
     kept = layer.weight.patches
-    assert keep(1000) is None and layer.weight.patches is kept
+    assert keep(lambda: 1000) is None and layer.weight.patches is kept
+    layer.weight.to("meta")  # as in an uncompiled call of the layer
     module.put_back(layer)
     assert layer.weight.patches is patches and not module.has_copies(layer)
 
@@ -209,13 +210,13 @@ def test_lora_whose_weights_are_elsewhere_or_lack_memory_stay_in_ram(engine, mon
     monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
     keep, patches = engine("host.weights.packed_lora").keep_on_device, [([(1.0, (torch.ones(4, 8),), 1.0, None, None)], "key")]
     layers = nn.ModuleList([a_layer_with(patches), nn.Linear(2, 2)])
-    assert keep(layers, torch.device("meta"), 0) and layers[0].weight.patches is patches
+    assert keep(layers, torch.device("meta"), int) and layers[0].weight.patches is patches
 
     def none_left(tensor, *_):
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch.Tensor, "to", none_left)
-    assert keep(layers[0], torch.device("meta"), 0) and layers[0].weight.patches is patches
+    assert keep(layers[0], torch.device("meta"), int) and layers[0].weight.patches is patches
 
 
 def test_lora_that_a_capture_cannot_hold(engine, monkeypatch):
@@ -223,7 +224,7 @@ def test_lora_that_a_capture_cannot_hold(engine, monkeypatch):
     monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
 
     def why_not(value, function=None, layer=a_layer_with):
-        return keep(layer([([(1.0, value, 1.0, None, function)], "key")]), torch.device("meta"), 0)
+        return keep(layer([([(1.0, value, 1.0, None, function)], "key")]), torch.device("meta"), int)
 
     assert why_not((tensor,)) is None and why_not(an_adapter("lora", (tensor, tensor))) is None
     assert why_not((tensor,), OTHERS) and why_not(an_adapter("oft", (tensor, tensor)))  # it asks for a norm
