@@ -1,5 +1,6 @@
 """What set-up is made of: steps that say how they go, commands whose output is logged, errors in words."""
 
+import os
 import shutil
 import subprocess
 import time
@@ -28,8 +29,8 @@ def check_disk(folder):
         )
 
 
-def run(command, doing):
-    """Run a command, its output in the log, with a sign of life every few seconds."""
+def run(command, doing, **variables):
+    """Run a command with these environment variables too, its output in the log, with a sign of life every few seconds."""
     started = shown = time.monotonic()
     lines = []
     with open(LOG, "a", encoding="utf-8") as log:
@@ -42,6 +43,7 @@ def run(command, doing):
             encoding="utf-8",
             errors="replace",
             cwd=DEV,
+            env={**os.environ, **variables},
         )
         for line in process.stdout:
             lines.append(line)

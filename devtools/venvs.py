@@ -99,7 +99,8 @@ def install(venv, host, torch=PINNED):
     # --no-compile: most of the 19,000 modules are never imported; the others are compiled then.
     pip = [python_in(venv), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
     pip += ["-r", file]
-    step(doing, lambda: run(pip, "installing the requirements"))
+    # A machine's own limits (`constraint` in pip.conf) are for who names no version; each PyTorch here is named.
+    step(doing, lambda: run(pip, "installing the requirements", PIP_CONSTRAINT=os.devnull))
     if _numbers(TORCH[torch][0]) > _numbers(TORCHAUDIO):
         let_torchaudio_import(venv)
     stamp.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What dev.py sets up: which environment, which packages, which ComfyUI. No network, and nothing is installed."""
+"""What dev.py sets up: which environment, which packages, which ComfyUI. No network; what is installed is made here."""
 
 import io
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import zipfile
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_requirements_name_each_package_of_pytorch_once_and_as_pinned(host):
 
 def test_another_host_in_the_same_environment_installs_what_differs_and_says_so(dev, host, monkeypatch, capsys):
     installed = []
-    monkeypatch.setattr(venvs, "run", lambda command, doing: installed.append(command[-1].read_text()))
+    monkeypatch.setattr(venvs, "run", lambda command, doing, **variables: installed.append(command[-1].read_text()))
     monkeypatch.setattr(venvs, "check_disk", lambda folder: None)
     venv = dev / "venv"
     venv.mkdir()
@@ -120,16 +121,38 @@ def test_another_host_in_the_same_environment_installs_what_differs_and_says_so(
     assert "made for other requirements; this ComfyUI wants comfy-kitchen==0.2.26\n" in capsys.readouterr().out
 
 
+def test_a_limit_that_the_machine_sets_for_pip_does_not_hold_here(dev, host, monkeypatch, tmp_path):
+    (dev / "wheels").mkdir()
+    for version in "1.0", "2.0":
+        with zipfile.ZipFile(dev / "wheels" / f"limited-{version}-py3-none-any.whl", "w") as wheel:
+            about = f"limited-{version}.dist-info"
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: limited\nVersion: {version}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    (tmp_path / "limits.txt").write_text("limited<2\n")
+    (tmp_path / "pip.conf").write_text(f"[global]\nconstraint = {tmp_path / 'limits.txt'}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(dev / "wheels"))
+    monkeypatch.setattr(venvs, "check_disk", lambda folder: None)
+    monkeypatch.setattr(venvs, "let_torchaudio_import", lambda venv: None)
+    monkeypatch.setattr(venvs, "requirements", lambda host, torch: ["limited==2.0"])
+    venv = dev / "venv"
+    venvs.make_venv(venv)
+    venvs.install(venv, host)
+    assert list(venv.glob("**/limited-2.0.dist-info"))
+
+
 def test_an_installation_that_fails_leaves_no_stamp_of_an_earlier_one(dev, host, monkeypatch):
     monkeypatch.setattr(venvs, "check_disk", lambda folder: None)
-    monkeypatch.setattr(venvs, "run", lambda command, doing: None)
+    monkeypatch.setattr(venvs, "run", lambda command, doing, **variables: None)
     venv = dev / "venv"
     venv.mkdir()
     venvs.install(venv, host)
     before = (host / "requirements.txt").read_text()
     (host / "requirements.txt").write_text("comfy-kitchen==0.2.26\n")
 
-    def fails(command, doing):
+    def fails(command, doing, **variables):
         raise commands.SetupError("no network")
 
     monkeypatch.setattr(venvs, "run", fails)
