@@ -319,6 +319,7 @@ class ModelGraphs:
         graphs: ordered by their last replay.
         seen: keys of calls that have run without a graph, and so are compiled; each with `_without_data` of the result.
         failures: why a call is not captured.
+        release: frees what is kept on the GPU for the graphs beside their own memory; None: nothing is.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many replays were compared; `differences`: how many of them differed.
         _costs: seconds of each capture, until its check.
@@ -329,6 +330,7 @@ class ModelGraphs:
     seen: dict[Hashable, list[tuple[torch.Tensor, torch.device]]] = field(default_factory=dict)
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
+    release: Callable[[], None] | None = None
     code: Hashable = None
     captures: int = 0
     replays: int = 0
@@ -341,13 +343,28 @@ class ModelGraphs:
     _never_replayed: set[Hashable] = field(default_factory=set)
 
     def drop(self) -> None:
-        """Free the graphs and their memory: the weights have moved, or will."""
+        """Free the graphs' memory, which others need. Without what is released nothing more is captured in this run."""
+        self.forget()
+        self._release()
+
+    def forget(self) -> None:
+        """The graphs are of no use any more; what was kept beside them is for the next ones."""
         self._free_graphs()
         self.seen.clear()
         functions = self._functions_of_failures
         self.failures = {k: r for k, r in self.failures.items() if k in functions and functions[k] == self.model.functions}
         self.model.forget()
         self._pool = None
+
+    def _release(self) -> None:
+        if self.release is not None:
+            self.release()
+            self.release = None
+            self.model.obstacle = self.model.obstacle or "memory was short"
+
+    @property
+    def hold_memory(self) -> bool:
+        return bool(self.graphs) or self.release is not None
 
     def new_run(self, is_warming: bool) -> None:
         self.model.new_run()
@@ -364,7 +381,7 @@ class ModelGraphs:
     def _changed(self) -> None:
         if self.graphs:
             logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")
-        self.drop()
+        self.forget()
 
     def call(
         self,
@@ -527,6 +544,7 @@ class ModelGraphs:
 
     def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
         self._free_graphs()
+        self._release()
         self.seen.clear()
         self._pool = None
         self._fails(key, reason)

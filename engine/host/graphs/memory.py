@@ -20,7 +20,6 @@ from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...failures.describe import in_one_line
 from ...log import logger
 from ...ownership import is_ours
-from ..weights import packed_lora
 from ..weights.blocks import Loaded
 
 
@@ -55,14 +54,9 @@ def _loaded(device: torch.device) -> Iterator[tuple[Any, Any, bool]]:
 def _idle_graphs(device: torch.device) -> list[tuple[nn.Module, ModelGraphs]]:
     """Those of models that do not run. A ControlNet's patcher holds the network itself."""
     running = [getattr(patcher.model, "diffusion_model", patcher.model) for patcher, _pages, runs in _loaded(device) if runs]
-    of_device = [(network, graphs) for network, graphs in graphs_of.items() if graphs.graphs and graphs.model.device == device]
-    return [(network, graphs) for network, graphs in of_device if not any(network is other for other in running)]
-
-
-def _drop(network: nn.Module, graphs: ModelGraphs) -> None:
-    """Free the model's graphs, and what is kept on the GPU for them."""
-    graphs.drop()
-    packed_lora.put_back(network)
+    of_device = [(network, graphs) for network, graphs in graphs_of.items() if graphs.model.device == device]
+    holding = [(network, graphs) for network, graphs in of_device if graphs.hold_memory]
+    return [(network, graphs) for network, graphs in holding if not any(network is other for other in running)]
 
 
 def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
@@ -79,23 +73,17 @@ def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
     return run
 
 
-def reserve(loaded: Loaded, inputs: tuple) -> float:
-    """The bytes that the host keeps free for a call beside weights (comfy/model_base.py, `memory_required`). The first tensor
-    of `inputs` is the latent."""
-    estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
-    shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
-    return comfy.model_management.minimum_inference_memory() + (estimate(shape) if estimate and shape else 0)
-
-
 @_never_fails
-def make_room(loaded: Loaded, inputs: tuple) -> bool:
+def make_room(loaded: Loaded, inputs: tuple, beside: int = 0) -> bool:
     """Free memory for the capture of a call, or a replay: what PyTorch keeps for itself, pages and graphs of models that do not
-    run. A graph takes about the host's estimate of what a call needs. Returns whether so much is free, and what the host keeps
-    free beside it; `inputs` as of `reserve`."""
+    run. A graph takes about the host's estimate of what a call needs (comfy/model_base.py, `memory_required`); the first tensor
+    of `inputs` is the latent. Returns whether so much is free, `beside` bytes more, and what the host keeps free."""
     device = loaded.device
     if device.type != "cuda":
         return True
-    needed = reserve(loaded, inputs)
+    estimate = getattr(loaded.model, "memory_required", None)  # a ControlNet has none
+    shape = next((value.shape for value in inputs if isinstance(value, torch.Tensor)), None)
+    needed = comfy.model_management.minimum_inference_memory() + beside + (estimate(shape) if estimate and shape else 0)
 
     def lack() -> float:
         return needed - torch.cuda.mem_get_info(device)[0]
@@ -109,9 +97,9 @@ def make_room(loaded: Loaded, inputs: tuple) -> bool:
     for pages in idle_pages:
         if (bytes_lacking := lack()) > 0:
             pages.free_memory(min(bytes_lacking, pages.loaded_size()))
-    for network, graphs in idle_graphs:
+    for _network, graphs in idle_graphs:
         if lack() > 0:
-            _drop(network, graphs)
+            graphs.drop()
     return lack() <= 0
 
 
@@ -124,7 +112,6 @@ def watch_unloading() -> None:
     in their places when the host takes memory from it, and no model is unloaded for another.
     """
     patchers, management, all_graphs = comfy.model_patcher.ModelPatcher, comfy.model_management, graphs_of
-    put_back, has_copies = packed_lora.put_back, packed_lora.has_copies
 
     # At exit, when the host deletes patchers, this module's names are gone: these functions use none.
     def drop_of_unloaded(_result, patcher, unpatch_all=True):
@@ -132,7 +119,6 @@ def watch_unloading() -> None:
             for network, graphs in all_graphs.items():
                 if network is patcher.model or network is getattr(patcher.model, "diffusion_model", None):
                     graphs.drop()
-                    put_back(network)
 
     def drop_of_moved(freed, patcher, *_args, **_kwargs):
         drop_of_unloaded(freed, patcher, unpatch_all=freed)
@@ -146,7 +132,7 @@ def watch_unloading() -> None:
         def watched(*args, **kwargs):
             result = hosts(*args, **kwargs)
             drop(result, *args, **kwargs)
-            is_needed = any(graphs.graphs or has_copies(network) for network, graphs in all_graphs.items())
+            is_needed = any(graphs.hold_memory for _, graphs in all_graphs.items())
             if getattr(owner, name) is watched and not is_needed:
                 setattr(owner, name, hosts)
             return result
@@ -168,6 +154,6 @@ def _drop_of_idle(_result, models=(), *_args, **_kwargs) -> bool:
         if idle and _free_beside_models(device) < required:
             comfy.model_management.soft_empty_cache()
             if _free_beside_models(device) < required:
-                for network, graphs in idle:
-                    _drop(network, graphs)
+                for _network, graphs in idle:
+                    graphs.drop()
     return True

@@ -75,7 +75,7 @@ def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.dev
     if obstacle is not None:
         if obstacle and (settings.wants_graphs or has_convolutions(network)):
             notes.add(obstacle)
-        if graphs_of(network).graphs:  # captured under another setting
+        if graphs_of(network).hold_memory:  # captured under another setting
             graphs_of(network).drop()
         return Way.COMPILED
     payoff = payoff_of(network)
@@ -85,7 +85,7 @@ def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.dev
         return Way.REPLAYED
     code = code_of(network)
     if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff.pay_to:
-        graphs_of(network).drop()
+        graphs_of(network).forget()
     is_eager = code.uncalled or any(group.failure for group in code.groups.values())  # blocks run as without this pack
     if pays is None and not code.is_being_compiled and not is_eager:
         return Way.MEASURED

@@ -56,7 +56,7 @@ from ..adapter import without_prefetch
 from ..weights import packed_lora
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .memory import is_short_of_memory, make_room, reserve, watch_unloading
+from .memory import is_short_of_memory, make_room, watch_unloading
 from .policy import Notes, has_convolutions, judge_for
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
@@ -100,13 +100,14 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         # `fast` is part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
 
+        room = functools.partial(make_room, loaded, (*args, *kwargs.values()))
+
         def why_no_graphs():
             foreign = foreign_in_options(options, wrapped) or foreign_in_options(model_options) or foreign_around()
             if foreign is None:
                 if not state.lora_looked_at:
-                    beside = functools.partial(reserve, loaded, (*args, *kwargs.values()))
-                    reason = packed_lora.keep_on_device(network, device, beside)
-                    graphs.model.obstacle = graphs.model.obstacle or reason
+                    reason = packed_lora.keep_on_device(network, device, room)
+                    graphs.model.obstacle, graphs.release = graphs.model.obstacle or reason, packed_lora.release_of(network)
                     state.lora_looked_at = True
                 graphs.drop_if_stale(network, device, address_of if state.pages else None)
                 foreign = graphs.model.foreign
@@ -122,7 +123,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         foreign, reason, key = code.look(network, why_no_graphs, (None, "the model cannot be looked at", None))
         if key is None:
             _say_off(network, foreign, reason, notes)
-            if graphs.graphs and is_short_of_memory(device):
+            if graphs.hold_memory and is_short_of_memory(device):
                 graphs.drop()  # they were kept for a run without the other pack's code
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
@@ -141,7 +142,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
 
         return graphs.call(
             *(key, run_bound, args, kwargs, fixed, pinned),
-            *(functools.partial(make_room, loaded, (*args, *kwargs.values())), generation),
+            *(room, generation),
             ran_uncompiled=lambda: binding.call.uncompiled,
             lacks_trace=lambda: binding.call.put_off,
             is_compiling=lambda: code.is_being_compiled,
@@ -226,7 +227,7 @@ def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
                 graphs.drop()  # the graphs' memory is better used for weights
                 state.squeezed += 1
             elif state.missed_calls > 1 and have_room:  # the model no longer uses a layer that it used before
-                graphs.drop()
+                graphs.forget()
                 pages.learn(anew=True)
             yield pinned is not None
         finally:

@@ -3,17 +3,18 @@
 ComfyUI-GGUF applies a LoRA whenever it unpacks a weight, which holds it as an attribute: `patches`, a list of patches as the
 host's `calculate_weight` takes them (comfy/lora.py). It keeps them in RAM, from where each step copies them; no CUDA graph can
 do that. So they are copied once, where a graph may be captured, and the weight has its own list again when graphs are dropped
-because the host needs memory (`put_back`). The copies are freed when the host takes the LoRA off: the weight gets another list.
+(`ModelGraphs.release`). The copies are freed when the host takes the LoRA off: the weight gets another list.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import comfy.lora
-import comfy.model_management
 import comfy.weight_adapter
 import torch
 from torch import nn
@@ -38,8 +39,8 @@ class _Copies(list):
         return again
 
 
-def keep_on_device(network: nn.Module, device: torch.device, reserve: Callable[[], float]) -> str | None:
-    """Copy LoRA of packed weights to the device. `reserve`: gives the bytes that must be free beside them.
+def keep_on_device(network: nn.Module, device: torch.device, make_room: Callable[[int], bool]) -> str | None:
+    """Copy LoRA of packed weights to the device. `make_room`: frees so many bytes beside what a call needs, if it can.
 
     Returns:
         Why a CUDA graph cannot hold them; None: it can, or there are none.
@@ -52,8 +53,8 @@ def keep_on_device(network: nn.Module, device: torch.device, reserve: Callable[[
     elsewhere = [(p, patches) for p, patches in carried if _bytes_elsewhere(patches, device)]
     if elsewhere:
         in_each_step = "LoRA are copied to packed weights in each step"
-        needed = reserve() + sum(_bytes_elsewhere(patches, device) for _, patches in elsewhere)
-        if any(p.device != device for p in network.parameters()) or needed > comfy.model_management.get_free_memory(device):
+        needed = sum(_bytes_elsewhere(patches, device) for _, patches in elsewhere)
+        if any(p.device != device for p in network.parameters()) or not make_room(needed):
             return in_each_step
         try:
             copies = [_Copies(_mapped(patches, lambda tensor: tensor.to(device))) for _, patches in elsewhere]
@@ -66,16 +67,17 @@ def keep_on_device(network: nn.Module, device: torch.device, reserve: Callable[[
     return None
 
 
-# At exit, when these two may be called, names of this module are gone: they use none.
-def put_back(network: nn.Module) -> None:
-    """Free the copies."""
-    for p in network.parameters():
+def release_of(network: nn.Module) -> Callable[[], None] | None:
+    """What frees the copies; None: there are none."""
+    has_copies = any(isinstance(patches, _Copies) for _, patches in _lists(network))
+    return functools.partial(_put_back, weakref.ref(network)) if has_copies else None
+
+
+def _put_back(reference: weakref.ref[nn.Module]) -> None:
+    network = reference()
+    for p in network.parameters() if network is not None else ():  # at exit, names of this module are gone: it uses none
         if hasattr(patches := vars(p).get("patches"), "kept_in_ram"):
             p.patches = patches.kept_in_ram
-
-
-def has_copies(network: nn.Module) -> bool:
-    return any(hasattr(vars(p).get("patches"), "kept_in_ram") for p in network.parameters())
 
 
 def _lists(network: nn.Module) -> Iterator[tuple[Any, list]]:

@@ -185,46 +185,47 @@ def an_adapter(name, tensors):
     return adapters[name](set(), (*tensors, 2.0, None, None, None))
 
 
-def test_lora_of_packed_weights_are_copied_to_them_once(engine, monkeypatch):
-    management, module = sys.modules["comfy.model_management"], engine("host.weights.packed_lora")
-    free = 1000 + 4 * (8 + 16 + 32)
-    monkeypatch.setattr(management, "get_free_memory", lambda _device: free)
+def test_lora_of_packed_weights_are_copied_to_them_once(engine):
+    module, needed = engine("host.weights.packed_lora"), 4 * (8 + 16 + 32)
     adapter, offset = an_adapter("lora", (torch.ones(4, 2), torch.ones(2, 8))), (0, 1, 2)
     patches = [([(0.5, adapter, 1.0, offset, None), (1.0, ("diff", (torch.ones(4, 8),)), 1.0, None, None)], "key")]
     layer = a_layer_with(patches)
     keep = functools.partial(module.keep_on_device, layer, torch.device("meta"))
-    assert keep(lambda: 1001) == "LoRA are copied to packed weights in each step" and layer.weight.patches is patches
-    assert keep(lambda: 1000) is None and module.has_copies(layer)
+    assert keep(lambda bytes: bytes < needed) == "LoRA are copied to packed weights in each step"
+    assert layer.weight.patches is patches and module.release_of(layer) is None
+    assert keep(lambda bytes: bytes <= needed) is None
     (((strength, moved, model, narrowed, _), (_, (kind, (diff,)), *_)), key) = layer.weight.patches[0]
     assert (strength, model, narrowed, kind, key) == (0.5, 1.0, offset, "diff", "key")
     assert diff.is_meta and [w.is_meta for w in moved.weights[:2]] == [True, True] and moved.weights[2:] == adapter.weights[2:]
     assert not adapter.weights[0].is_meta and type(moved) is type(adapter), "the host's own stay as they are"
     kept = layer.weight.patches
-    assert keep(lambda: 1000) is None and layer.weight.patches is kept
+    assert keep(lambda _bytes: False) is None and layer.weight.patches is kept
     layer.weight.to("meta")  # as in an uncompiled call of the layer
-    module.put_back(layer)
-    assert layer.weight.patches is patches and not module.has_copies(layer)
+    module.release_of(layer)()
+    assert layer.weight.patches is patches and module.release_of(layer) is None
+
+
+def has_room(_bytes):
+    return True
 
 
 def test_lora_whose_weights_are_elsewhere_or_lack_memory_stay_in_ram(engine, monkeypatch):
-    monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
     keep, patches = engine("host.weights.packed_lora").keep_on_device, [([(1.0, (torch.ones(4, 8),), 1.0, None, None)], "key")]
     layers = nn.ModuleList([a_layer_with(patches), nn.Linear(2, 2)])
-    assert keep(layers, torch.device("meta"), int) and layers[0].weight.patches is patches
+    assert keep(layers, torch.device("meta"), has_room) and layers[0].weight.patches is patches
 
     def none_left(tensor, *_):
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch.Tensor, "to", none_left)
-    assert keep(layers[0], torch.device("meta"), int) and layers[0].weight.patches is patches
+    assert keep(layers[0], torch.device("meta"), has_room) and layers[0].weight.patches is patches
 
 
 def test_lora_that_a_capture_cannot_hold(engine, monkeypatch):
     keep, tensor = engine("host.weights.packed_lora").keep_on_device, torch.ones(4, 8)
-    monkeypatch.setattr(sys.modules["comfy.model_management"], "get_free_memory", lambda _device: 2**40)
 
     def why_not(value, function=None, layer=a_layer_with):
-        return keep(layer([([(1.0, value, 1.0, None, function)], "key")]), torch.device("meta"), int)
+        return keep(layer([([(1.0, value, 1.0, None, function)], "key")]), torch.device("meta"), has_room)
 
     assert why_not((tensor,)) is None and why_not(an_adapter("lora", (tensor, tensor))) is None
     assert why_not((tensor,), OTHERS) and why_not(an_adapter("oft", (tensor, tensor)))  # it asks for a norm
