@@ -46,13 +46,14 @@ class State:
         lora = f", LoRA {self.lora}" if self.lora else ""
         return f"{model}, {self.size[0]}x{self.size[1]}{lora}"
 
-    def prompt(self, model: str, weights: str, info: dict, settings: dict | None, steps: int) -> dict:
-        """As the server takes it; without our node where `settings` is None."""
+    def prompt(self, model: str, weights: str, info: dict, settings: dict | None, steps: int, index: int) -> dict:
+        """As the server takes it; without our node where `settings` is None. The host makes each `index` anew, and the same of
+        all: any share from 0.9999 on it takes as the whole (comfy/samplers.py, `set_steps`)."""
         variant = "eager" if settings is None else "ours"
         nodes = sessions.graph(model, sessions.Prompt("", lora=self.lora), 0, variant, info, settings or {}, weights)
         width, height = self.size
         nodes["latent"]["inputs"] |= {"width": width, "height": height}
-        nodes["sampler"]["inputs"] |= {"steps": steps, "seed": width * 10_000 + height}
+        nodes["sampler"]["inputs"] |= {"steps": steps, "seed": width * 10_000 + height, "denoise": 1 - index * 1e-8}
         return nodes
 
 
@@ -83,7 +84,7 @@ class Soak:
             rounds, place = divmod(index, len(self.states))
             settings = {"compile_when": ("in background", "before first image")[(place + rounds) % 2]}
             state = self.states[place]
-            taken = self._run(state, settings)
+            taken = self._run(state, settings, index)
             if "died" in taken:
                 self.wrong.append({"index": index, "state": state.name(self.model), **taken})
                 if "over" in taken:
@@ -95,8 +96,9 @@ class Soak:
             self.kept.append(self._keeps())
             print(index, state.name(self.model), f"error {self.errors[-1]:.2g},", self.kept[-1], flush=True)
 
-    def _run(self, state: State, settings: dict | None) -> dict:
-        return self.bench.run(self.server, state.prompt(self.model, self.weights, self.info, settings, STEPS[self.tiny]))
+    def _run(self, state: State, settings: dict | None, index: int = 0) -> dict:
+        nodes = state.prompt(self.model, self.weights, self.info, settings, STEPS[self.tiny], index)
+        return self.bench.run(self.server, nodes)
 
     def _file(self, state: State) -> str:
         return str(self.latents / f"{state.name(self.model)}.pt")
