@@ -354,9 +354,9 @@ class TestInTheBackground:
         expected = runs.run(runs.patcher)
         compiled = runs.attach(runs.patcher, backend="inductor", compile_when="in background")
         compiler, code = engine("background.thread").compiler, engine("compile.registry").code_of
-        for _ in range(3):
+        for _ in range(3):  # in the first one of a process attention's kernels may be made ready
             assert relative_error(runs.run(compiled), expected) < 2e-3
-        assert compiler.wait(300)
+            assert compiler.wait(300)
         before = code(runs.patcher.model.diffusion_model).eager_calls
         assert before > 0
         for _ in range(2):
