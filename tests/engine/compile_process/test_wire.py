@@ -132,8 +132,7 @@ doubled.register_fake(torch.empty_like)
 
 
 def test_custom_operators(wire):
-    operators = torch.ops.torch_compile_kit_tests.doubled, torch.ops.torch_compile_kit_tests.doubled.default
-    for target in operators:
+    for target in (torch.ops.torch_compile_kit_tests.doubled, torch.ops.torch_compile_kit_tests.doubled.default):
         back, _inputs, _mode = over(wire, graph_of(("call_function", target, ("x",), {})), [fake(2, 3)])
         (node,) = back.graph.find_nodes(op="call_function", target=target)
         assert node.meta["example_value"].shape == (2, 3)
@@ -396,9 +395,6 @@ def test_numbers_among_the_inputs(wire):
     _graph, (number, constant, back), _mode = over(wire, graph_of(inputs=3), [size, 4, tensor])
     assert constant == 4 and isinstance(number, torch.SymInt) and back.shape[0].node.expr == number.node.expr
     assert number.node.hint == 5
-    for value, words in ((0.5, "float"), (True, "bool"), ("text", "str")):
-        with pytest.raises(wire.LowerInline, match=words):
-            wire.dumps(graph_of(), [value])
 
 
 def numbers_of(tensor):
@@ -425,13 +421,6 @@ def test_sizes_that_vary(wire):
     assert (limits[n.node.expr].lower, limits[n.node.expr].upper) == (8, 4096)
     assert (limits[b.node.expr].lower, limits[b.node.expr].upper) == (2, environment.var_to_range[batch.node.expr].upper)
     assert not mode.shape_env.guards
-
-
-def test_a_size_that_depends_on_data(wire):
-    environment = ShapeEnv()
-    size = environment.create_unbacked_symint()
-    with pytest.raises(wire.LowerInline, match="data"):
-        wire.dumps(graph_of(inputs=2), [fake(3), size])
 
 
 def test_memory_that_inputs_share_is_told_where_the_graph_writes(wire):
@@ -466,7 +455,7 @@ def test_where_a_weight_lies_is_not_in_the_text(wire, how):
     assert described["offset"] == (0 if how == "in a page" else weight.storage_offset())
 
 
-WRITES = {
+CALLS = {
     "a method": ("call_method", "mul_", ("x", 2), {}),
     "an operator of Python": ("call_function", operator.iadd, ("x", 1), {}),
     "an item": ("call_function", operator.setitem, ("x", 0, 1.0), {}),
@@ -474,33 +463,17 @@ WRITES = {
     "an overload": ("call_function", torch.ops.aten.relu_.default, ("x",), {}),
     "a function that is told to": ("call_function", torch.nn.functional.silu, ("x",), {"inplace": True}),
     "a function that is told to by place": ("call_function", torch.nn.functional.leaky_relu, ("x", 0.1, True), {}),
+    "what only reads": ("call_function", torch.nn.functional.leaky_relu, ("x", 0.1, False), {}),
 }
 
 
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("how", CALLS)
 def test_each_way_to_write_is_one(wire, how):
     with FakeTensorMode(shape_env=ShapeEnv()):
         memory = torch.empty(6)
         views = [memory[:4], memory[2:]]
-    _graph, (a, b), _mode = over(wire, graph_of(WRITES[how], inputs=2), views)
-    assert a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def test_what_only_reads_is_told_apart(wire):
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        memory = torch.empty(6)
-        views = [memory[:4], memory[2:]]
-    call = "call_function", torch.nn.functional.leaky_relu, ("x", 0.1, False), {}
-    text = wire.dumps(graph_of(call, inputs=2), views)
-    assert [described["memory"] for described in text["inputs"]] == [None, None]
-
-
-def test_shared_memory_of_several_types_is_refused(wire):
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        memory = torch.empty(8)
-        views = [memory[:4], memory.view(torch.int32)]
-    with pytest.raises(wire.LowerInline, match="several dtypes"):
-        wire.dumps(graph_of(WRITES["a method"], inputs=2), views)
+    _graph, (a, b), _mode = over(wire, graph_of(CALLS[how], inputs=2), views)
+    assert (a.untyped_storage()._cdata == b.untyped_storage()._cdata) is (how != "what only reads")
 
 
 def test_what_is_written_to_is_told_from_what_lies_beside_other_types(engine, wire):
@@ -549,11 +522,46 @@ def held(value):
     return fx.GraphModule(holder, graph)
 
 
-@pytest.mark.parametrize("value", [torch.arange(3), graph_of()], ids=["constant", "graph"])
-def test_what_a_graph_may_not_hold(wire, value):
-    """PyTorch's artefact would expect it as an input."""
-    with pytest.raises(wire.LowerInline, match="constant or a graph"):
-        wire.dumps(held(value), [fake(2)])
+def calling_a_module():
+    graph = fx.Graph()
+    graph.output((graph.call_module("layer", (graph.placeholder("x"),)),))
+    holder = torch.nn.Module()
+    holder.layer = torch.nn.Linear(2, 2)
+    return fx.GraphModule(holder, graph)
+
+
+def of_several_types():
+    memory = torch.empty(8)
+    return [memory[:4], memory.view(torch.int32)]
+
+
+KERNEL = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
+KERNEL_CALL = "call_function", KERNEL, (), {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)]}
+# Its graph, its inputs and the words. A constant, or a graph, would be an input to PyTorch's artefact.
+REFUSED_GRAPHS = {
+    "a constant": (lambda: held(torch.arange(3)), lambda: [torch.empty(2)], "constant or a graph"),
+    "a graph in it": (lambda: held(graph_of()), lambda: [torch.empty(2)], "constant or a graph"),
+    "a kernel that is a number of this process": (
+        *(lambda: graph_of(KERNEL_CALL), lambda: [torch.empty(2)], "triton_kernel_wrapper_mutation"),
+    ),
+    "a module that is called": (calling_a_module, lambda: [torch.empty(2)], "calls a module"),
+    "a sparse tensor": (graph_of, lambda: [torch.empty(2, 2).to_sparse()], "layout"),
+    "a conjugate view": (graph_of, lambda: [torch.empty(2, dtype=torch.complex64).conj()], "layout"),
+    "memory of several types": (lambda: graph_of(CALLS["a method"], inputs=2), of_several_types, "several dtypes"),
+    "a size that depends on data": (graph_of, lambda: [ShapeEnv().create_unbacked_symint()], "data"),
+    "a number": (graph_of, lambda: [0.5], "float"),
+    "a bool": (graph_of, lambda: [True], "bool"),
+    "text": (graph_of, lambda: ["text"], "str"),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs", "words"), REFUSED_GRAPHS.values(), ids=REFUSED_GRAPHS)
+def test_graphs_that_cannot_travel_are_named(wire, make, inputs, words):
+    graph = make()
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        fakes = inputs()
+    with pytest.raises(wire.LowerInline, match=words):
+        wire.dumps(graph, fakes)
 
 
 def kernels_of(engine, function, *more):
@@ -619,30 +627,6 @@ def test_a_mask_of_bools_is_what_pytorch_makes_of_it(engine):
         return (functional.scaled_dot_product_attention(q, q, q, mask, scale=0.3),)
 
     assert kernels_of(engine, masked, mask) == ["flash_attention"]
-
-
-def test_a_kernel_that_is_a_number_of_this_process(wire):
-    kernel = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
-    call = "call_function", kernel, (), {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)]}
-    with pytest.raises(wire.LowerInline, match="triton_kernel_wrapper_mutation"):
-        wire.dumps(graph_of(call), [fake(2)])
-
-
-def test_a_module_that_is_called(wire):
-    graph = fx.Graph()
-    graph.output((graph.call_module("layer", (graph.placeholder("x"),)),))
-    holder = torch.nn.Module()
-    holder.layer = torch.nn.Linear(2, 2)
-    with pytest.raises(wire.LowerInline, match="calls a module"):
-        wire.dumps(fx.GraphModule(holder, graph), [fake(2)])
-
-
-def test_tensors_that_are_no_view_of_memory(wire):
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        tensors = torch.empty(2, 2).to_sparse(), torch.empty(2, dtype=torch.complex64).conj()
-    for tensor in tensors:
-        with pytest.raises(wire.LowerInline, match="layout"):
-            wire.dumps(graph_of(), [tensor])
 
 
 def quantised(width=64):
@@ -738,23 +722,17 @@ class TestTheKey:
         }
         with torch.autocast("cpu", torch.bfloat16):
             others["autocast"] = key()
-        default = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float64)
-            others["default dtype"] = key(x=torch.ones(4, 6, dtype=torch.float32))
-        finally:
-            torch.set_default_dtype(default)
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(threads + 1)
-            others["threads"] = key()
-        finally:
-            torch.set_num_threads(threads)
-        try:
-            torch.use_deterministic_algorithms(True)
-            others["deterministic"] = key()
-        finally:
-            torch.use_deterministic_algorithms(False)
+        for name, get, put, value in (
+            ("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+            ("threads", torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+            ("deterministic", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        ):
+            before = get()
+            try:
+                put(value)
+                others[name] = key(x=torch.ones(4, 6, dtype=torch.float32))
+            finally:
+                put(before)
         environment = engine("compile_process.obtain").environment
         for name in environment():
             with monkeypatch.context() as patch:
@@ -797,10 +775,9 @@ class TestTheKey:
         assert json.loads(there.stdout.splitlines()[-1]) == json.loads(json.dumps(what_is_named(engine)))
 
 
-def test_a_class_that_a_graph_calls(engine, wire):
+def test_a_class_that_a_graph_calls(wire):
     """A block that asks for the shape of a view has `torch.Size` among its calls."""
-    graph = graph_of(("call_function", torch.Size, ([2, 3],), {}))
-    loaded, _inputs, _mode = wire.loads(json.loads(json.dumps(wire.dumps(graph, [fake(2)]))))
+    loaded, _inputs, _mode = over(wire, graph_of(("call_function", torch.Size, ([2, 3],), {})), [fake(2)])
     assert [node.target for node in loaded.graph.nodes if node.op == "call_function"] == [torch.Size]
 
 
@@ -835,19 +812,20 @@ def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire)
     assert holds(guards, whole.sizes) and not holds(guards, odd.sizes)
 
 
-def test_a_backward_is_not_for_another_process(engine, wire):
-    weight = torch.ones(3, requires_grad=True)
+WEIGHT = torch.ones(3, requires_grad=True)
+NOT_SENT = {
+    "backward": (lambda x: x * WEIGHT, {}, False),
+    "options": (torch.relu, {"post_grad": object()}, True),
+}
+
+
+@pytest.mark.parametrize("what", NOT_SENT)
+def test_what_no_request_can_hold_is_named(engine, wire, what):
+    function, options, inference = NOT_SENT[what]
 
     def use(graph, fakes):
-        with pytest.raises(wire.LowerInline, match="backward"):
-            engine("compile_process.obtain").request_for(graph, fakes, {}, torch.device("cpu"))
+        with pytest.raises(wire.LowerInline, match=what):
+            engine("compile_process.obtain").request_for(graph, fakes, options, torch.device("cpu"))
+        return True
 
-    assert traced(engine, lambda x: x * weight, torch.ones(3), use=use, inference=False)
-
-
-def test_options_that_are_no_text(engine, wire):
-    def use(graph, fakes):
-        with pytest.raises(wire.LowerInline, match="options"):
-            engine("compile_process.obtain").request_for(graph, fakes, {"post_grad": object()}, torch.device("cpu"))
-
-    assert traced(engine, torch.relu, torch.ones(3), use=use)
+    assert traced(engine, function, torch.ones(3), use=use, inference=inference) == [True]
