@@ -138,6 +138,20 @@ def first_call(net):
     assert uncompiled and torch.equal(result, net.net(X))
 
 
+def compile_beside(net):
+    """Have the process lower the graph while calls go on; the number of graphs."""
+    first_call(net)
+    return net.wait()
+
+
+def compile_another(net):
+    """Have the process lower a graph that a call of another model waits for."""
+    torch._dynamo.reset()
+    other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
+    other.at_once(X)
+    assert is_compiled(other)
+
+
 def why_inline(net):
     return [group.code.why_inline for group in net._groups]
 
@@ -145,8 +159,7 @@ def why_inline(net):
 def test_a_graph_is_lowered_and_what_is_printed_goes_to_the_log(process, net, caplog):
     process.orders("print")
     with caplog.at_level(logging.DEBUG, "torch-compile-kit"):
-        first_call(net)
-        assert net.wait() == 1 and is_compiled(net)
+        assert compile_beside(net) == 1 and is_compiled(net)
         wait_until(lambda: "noise on stderr" in caplog.text, "nothing is in the log")
     said = [record for record in caplog.records if "noise" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.DEBUG] * 3
@@ -159,11 +172,9 @@ def test_the_process_has_a_small_share_of_busy_cores_but_while_somebody_waits(pr
     def share():
         return Path(f"/proc/{process.now.pid}/autogroup").read_text().split()[-2:]
 
-    first_call(net)
-    assert net.wait() == 1
+    assert compile_beside(net) == 1
     assert share() == ["nice", "10"]
-    torch._dynamo.reset()
-    CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor").at_once(X)
+    compile_another(net)
     assert share() == ["nice", "0"]
 
 
@@ -181,15 +192,12 @@ def test_a_share_that_linux_refuses_for_now_is_asked_for_again(engine, monkeypat
 
 
 def test_ctrl_c_in_a_terminal_is_not_for_the_process(process, net):
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     before = process.now.pid
     for pid in descendants(before):
         os.kill(pid, signal.SIGINT)
-    torch._dynamo.reset()
-    other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
-    other.at_once(X)
-    assert is_compiled(other) and process.now.pid == before
+    compile_another(net)
+    assert process.now.pid == before
 
 
 ENDINGS = {
@@ -210,8 +218,7 @@ def test_a_process_that_is_lost_costs_one_more(process, net, caplog, monkeypatch
     process.now.start()
     before = process.now.started
     process.orders(order)
-    first_call(net)
-    assert net.wait() == 1 and is_compiled(net)
+    assert compile_beside(net) == 1 and is_compiled(net)
     (said,) = [r.getMessage() for r in caplog.records if "was lost" in r.getMessage()]
     assert ENDINGS[order] in said and said.endswith("Another one is started.")
     assert process.now.started == before + 1
@@ -232,8 +239,7 @@ class TestWorkers:
     def test_they_work_though_they_are_forked_while_it_listens(self, process, net):
         """They compile kernels side by side; one that does nothing is not missed, as then they are compiled one by one."""
         process.orders("ask a worker")
-        first_call(net)
-        net.wait()
+        compile_beside(net)
         assert is_compiled(net)
 
     def test_a_crash_is_noticed_while_a_worker_keeps_the_pipe_open(self, process, net, caplog):
@@ -251,15 +257,13 @@ class TestWorkers:
     def test_where_comfyui_is_the_first_process_of_a_container_none_of_the_workers_stays_a_zombie(self, process, net):
         """They are its children when the process has ended by idleness."""
         process.orders("ask a worker", "idle")
-        first_call(net)
-        net.wait()
+        compile_beside(net)
         pids = descendants(process.now.pid)
         assert len(pids) > 1
         become_reaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
         assert become_reaper(1) == 0
         try:
-            torch._dynamo.reset()
-            CompiledNet(net.engine, Net(block=Told), backend="inductor").at_once(X)
+            compile_another(net)
             wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are not reaped")
         finally:
             become_reaper(0)
@@ -282,8 +286,7 @@ def test_killed_from_outside_while_a_call_waits(process, net, caplog):
 
 def test_lost_again_with_the_same_graph_it_is_given_up_until_the_next_run(process, net):
     process.orders("kill", "exit")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     (failure,) = net.failures
     assert "the compile process was lost: it ended with 3" in failure
     before = process.now.started
@@ -297,8 +300,7 @@ def test_lost_again_with_the_same_graph_it_is_given_up_until_the_next_run(proces
 
 def test_a_graph_that_is_refused(process, net, caplog):
     process.orders("refuse")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     (failure,) = net.failures
     assert "no kernel for this" in failure and caplog.text.count(failure) == 1
     assert torch.equal(net(X)[0], net.net(X))
@@ -306,8 +308,7 @@ def test_a_graph_that_is_refused(process, net, caplog):
 
 def test_no_memory_there_is_no_reason_to_give_up_for_good(process, net):
     process.orders("memory")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     (failure,) = net.failures
     assert "memory" in failure.lower() and process.now.pid is None, "a module that could not be imported stays broken"
     net.new_run()
@@ -318,8 +319,7 @@ def test_no_memory_there_is_no_reason_to_give_up_for_good(process, net):
 
 def test_code_that_cannot_be_loaded(process, net):
     process.orders("garbage")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert len(net.failures) == 1 and torch.equal(net(X)[0], net.net(X))
     assert [group.failure.may_pass for group in net._groups] == [True], "a disk may be full, which PyTorch does not tell"
 
@@ -343,8 +343,7 @@ def restarted(engine, net=None):
 
 def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, store, caplog):
     process.orders("garbage")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     kept = {name: store.get(name) for name in [*store.entries()]}  # a block of another test may be among them
     again = restarted(engine)
     again(X)
@@ -362,8 +361,7 @@ def load_ahead(engine, monkeypatch):
 
 
 def test_kept_code_that_was_loaded_ahead_is_used_in_the_call_that_traces(engine, process, net, store, load_ahead):
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     load_ahead.load_ahead(store, lambda: True)
     assert engine("background.thread").compiler.wait(60)
     again = restarted(engine)
@@ -376,8 +374,7 @@ def test_kept_code_that_was_loaded_ahead_is_used_in_the_call_that_traces(engine,
 def test_code_that_was_not_loaded_ahead_is_loaded_while_the_call_goes_on(
     engine, process, net, store, load_ahead, because, monkeypatch, caplog
 ):
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     if because == "it is damaged":
         for name in store.entries():
             store._file(name).write_bytes(b"garbage")
@@ -437,38 +434,31 @@ def test_what_people_set_for_all_of_pytorch_and_python_costs_no_code(process, ne
         monkeypatch.setenv(name, "0")
     (tmp_path / "sitecustomize.py").write_text("print('hello from a site')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert is_compiled(net) and why_inline(net) == [None]
     process.end()
 
 
 def test_after_it_was_idle_another_one_is_started(process, net):
     process.orders("idle")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert is_compiled(net)
     first = process.now.pid
     wait_until(lambda: not is_alive(first), "it does not end")
     wait_until(lambda: process.now.pid is None, "the next prompt starts none while its model loads")
-    torch._dynamo.reset()
-    other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
-    other.at_once(X)
-    assert is_compiled(other) and process.now.pid != first
+    compile_another(net)
+    assert process.now.pid != first
 
 
 def test_a_graph_that_comes_as_it_ends_by_idleness_is_given_to_another_one_of_its_kind(process, net, caplog, monkeypatch):
     process.orders("idle slowly")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert is_compiled(net)
     start, kinds = process.now._start, []
     monkeypatch.setattr(process.now, "_start", lambda measures: kinds.append(measures) or start(measures))
     process.begun()
-    torch._dynamo.reset()
-    other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
-    other.at_once(X)
-    assert is_compiled(other) and kinds == [False] and "was lost" not in caplog.text
+    compile_another(net)
+    assert kinds == [False] and "was lost" not in caplog.text
 
 
 @pytest.mark.parametrize("what", ["code of the pack", "torch"])
@@ -476,8 +466,7 @@ def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(proce
     """Not in the call either: there modules of the old version would import those of the new one."""
     process.end()
     monkeypatch.setattr(process.client, "versions", lambda now=process.client.versions: now() | {what: "2.0"})
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     for _ in range(2):
         assert torch.equal(net(X)[0], net.net(X)) and why_inline(net) == [None]
         net.wait()
@@ -490,8 +479,7 @@ def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(proce
 def test_code_is_loaded_while_another_node_compiles_with_cuda_graphs(process, net):
     """Up to PyTorch 2.11 it sets that for all threads."""
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        first_call(net)
-        net.wait()
+        compile_beside(net)
     assert is_compiled(net)
 
 
@@ -516,8 +504,7 @@ def test_pytorch_starts_no_processes_where_code_is_loaded(engine, process, net, 
         return load(content)
 
     monkeypatch.setattr(private.AOTCompiledArtifact, "deserialize", staticmethod(noting))
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert is_compiled(net) and seen == [(False, False)] and asked.is_set()
     assert vars(AsyncCompile)["use_process_pool"] is before
 
@@ -555,8 +542,7 @@ def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_
 def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(process, net, caplog, monkeypatch):
     monkeypatch.setattr(process.client, "UNSTARTED_GRAPHS", 1)
     process.refuse_to_start(monkeypatch)
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     why = process.now.refusal.reason
     assert "ended with 7" in why and is_compiled(net) and why_inline(net) == [why]
     assert [r.levelno for r in caplog.records if "in the step that needs it" in r.getMessage()] == [logging.WARNING]
@@ -584,8 +570,7 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
 
 def test_a_graph_that_only_its_call_can_lower_is_no_reason_for_others_of_the_block(process, net):
     process.orders("inline")
-    first_call(net)
-    net.wait()
+    compile_beside(net)
     assert is_compiled(net)
     (why,) = why_inline(net)
     assert "not here" in why
