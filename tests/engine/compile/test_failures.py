@@ -10,7 +10,6 @@ from support import Block, CompiledNet, Held, Net, Plain, without_compile_proces
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 MODES = pytest.mark.parametrize("at_once", [False, True], ids=["in the background", "at once"])
-LOWERED_IN = pytest.mark.parametrize("place", ["the process", "the call"])
 FAULTS = pytest.mark.parametrize("fault", ["the limit is reached", "a piece cannot be traced"])
 
 
@@ -58,6 +57,12 @@ def excluded(engine, monkeypatch):
     return blocks
 
 
+@pytest.fixture(params=["the process", "the call"])
+def lowered_in(engine, monkeypatch, request):
+    if request.param == "the call":
+        without_compile_process(engine, monkeypatch)
+
+
 def wait_for(compiler, calls):
     for _ in range(600):
         if compiler.calls >= calls:
@@ -65,11 +70,32 @@ def wait_for(compiler, calls):
         threading.Event().wait(0.1)
 
 
+class BrokenScaled(Block):
+    def forward(self, x, scale, way):
+        x += 1
+        torch._dynamo.graph_break()
+        return super().forward(x) * scale * {"a": 1, "b": 2, "c": 3}[way]
+
+
+class ScaledNet(Net):
+    """Gives blocks an input whose elements share memory, which cannot be written to as it is, and changes with `x`."""
+
+    def __init__(self):
+        super().__init__(BrokenScaled, count=2)
+
+    def forward(self, x, way):
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x, x[:1, :1].expand(2, 4, 8), way)
+        return x
+
+
 @MODES
 @FAULTS
-def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch, at_once, fault):
+@pytest.mark.parametrize("kind", [BrokenNet, ScaledNet])
+def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch, at_once, fault, kind):
     """The first piece is compiled, and has run, when a piece behind it is not."""
-    net, x = BrokenNet(), torch.randn(2, 4, 8)
+    net, x = kind(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, cache_limit=1 if fault == "the limit is reached" else 64)
     assert torch.allclose(step.call(at_once, x.clone(), way="a"), net(x.clone(), way="a"))
     if fault == "a piece cannot be traced":
@@ -150,16 +176,18 @@ class Writes(Plain):
         return super().forward(x)
 
 
+@MODES
 @pytest.mark.parametrize("block", [Plain, Writes])
 @pytest.mark.parametrize("at", ["its first size", "a later size"])
-def test_code_that_fails_at_a_size_costs_one_image_at_most(engine, at, block):
+def test_code_that_fails_at_a_size_costs_one_image_at_most(engine, at, block, at_once):
     """A kernel that the card cannot run, seen when it is run: the block goes on without code, and says why. Only the image in
     which it may have written to its inputs is lost."""
     size = 4 if at == "its first size" else 6
 
     def fails_at(graph, _inputs):
         def code(*args):
-            if any(isinstance(arg, torch.Tensor) and arg.shape[:2] == (2, size) for arg in args):
+            if found := [arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape[:2] == (2, size)]:
+                found[0].add_(block is Writes)  # it has begun
                 raise RuntimeError("no room for this kernel")
             return graph.forward(*args)
 
@@ -170,7 +198,7 @@ def test_code_that_fails_at_a_size_costs_one_image_at_most(engine, at, block):
     for tokens in (4, 4, 6, 6, 5):
         x = torch.randn(2, tokens, 8)
         try:
-            result = step.call(False, x.clone())
+            result = step.call(at_once, x.clone())
         except RuntimeError:
             lost.append(tokens)
         else:
@@ -354,33 +382,6 @@ def test_what_may_pass_is_tried_a_few_times_with_a_patch_too(engine, monkeypatch
     assert 1 < len(tried) <= 1 + engine("compile.compiled_code").RETRIES
 
 
-@MODES
-@FAULTS
-def test_an_input_whose_elements_share_memory_is_no_obstacle(engine, monkeypatch, at_once, fault):
-    """It cannot be written to as it is; this one changes with the block's input."""
-
-    class ScaledNet(Net):
-        def forward(self, x, way):
-            x = self.entry(x)
-            for block in self.blocks:
-                x = block(x, x[:1, :1].expand(2, 4, 8), way)
-            return x
-
-    class BrokenScaled(Block):
-        def forward(self, x, scale, way):
-            x += 1
-            torch._dynamo.graph_break()
-            return super().forward(x) * scale * {"a": 1, "b": 2, "c": 3}[way]
-
-    net, x = ScaledNet(BrokenScaled, count=2), torch.randn(2, 4, 8)
-    step = CompiledNet(engine, net, cache_limit=1 if fault == "the limit is reached" else 64)
-    assert torch.allclose(step.call(at_once, x, way="a"), net(x, way="a"))
-    if fault == "a piece cannot be traced":
-        monkeypatch.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
-    for way in "bcb":
-        assert torch.allclose(step.call(at_once, x, way=way), net(x, way=way)), way
-
-
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), torch.OutOfMemoryError("no memory")], ids=str)
 def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
     compiled_code = engine("compile.compiled_code")
@@ -396,37 +397,21 @@ def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
 
 
 @MODES
-@LOWERED_IN
-def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, monkeypatch, excluded, at_once, place):
+def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, excluded, at_once, lowered_in):
     """Until then blocks still have them in: these are not given up for what the first block failed of."""
-    if place == "the call":
-        without_compile_process(engine, monkeypatch)
 
-    class NeedsExclusion(Compiler):
-        """Compiles nothing of the call in which the layers are excluded."""
-
-        def __call__(self, graph, inputs):
-            self.calls += 1
-            if not may_compile:
-                raise RuntimeError("no kernel for this layer")
-            return graph.forward
-
-    may_compile = []
     net, x = Net(), torch.randn(2, 4, 8)
-    step = CompiledNet(engine, net, backend=(compiler := NeedsExclusion()))
+    step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this layer")] * 9)))
     assert torch.equal(step.call(at_once, x), net(x))
     assert excluded and compiler.calls == 1, "the blocks behind the first run eager in this call"
-    may_compile.append(True)
+    compiler.plan.clear()
     for _ in range(2):
         assert torch.equal(step.call(at_once, x), net(x))
     assert not step.failures and step.graphs == 2 and not step(x)[1]
 
 
 @MODES
-@LOWERED_IN
-def test_layers_that_were_excluded_before_explain_nothing(engine, monkeypatch, excluded, at_once, place):
-    if place == "the call":
-        without_compile_process(engine, monkeypatch)
+def test_layers_that_were_excluded_before_explain_nothing(engine, excluded, at_once, lowered_in):
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this")] * 9)))
     for _ in range(4):
@@ -503,8 +488,7 @@ def test_a_compiler_without_memory_for_a_later_graph_is_told_and_not_asked_again
     assert len(step.failures) == 1 and compiler.calls == 2
 
 
-@LOWERED_IN
-def test_a_size_that_lacks_memory_leaves_the_others_their_code(engine, monkeypatch, place):
+def test_a_size_that_lacks_memory_leaves_the_others_their_code(engine, lowered_in):
     """As the second pass of a workflow that samples a small image and then a large one."""
     large, small = torch.randn(2, 16, 8), torch.randn(2, 4, 8)
 
@@ -513,8 +497,6 @@ def test_a_size_that_lacks_memory_leaves_the_others_their_code(engine, monkeypat
             raise torch.OutOfMemoryError("no memory")
         return graph.forward
 
-    if place == "the call":
-        without_compile_process(engine, monkeypatch)
     net = Net()
     step = CompiledNet(engine, net, backend=compile, dynamic="false")
     for _ in range(2 + engine("compile.compiled_code").RETRIES):
