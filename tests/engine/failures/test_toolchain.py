@@ -149,7 +149,10 @@ def failure(engine):
     from torch._inductor.exc import InductorError
 
     def describe(error, machine, wrapped=True):
-        if wrapped:
+        if wrapped == "as a cause":
+            error, cause = RuntimeError("backend failed"), error
+            error.__cause__ = cause
+        elif wrapped:
             error = InductorError(error, None) if wrapped == "inductor" else BackendCompilerFailed(_inductor, error, None)
         return engine("failures.describe").describe_failure("Block", error, machine)
 
@@ -190,6 +193,7 @@ CURES = [
     (NO_UTILS, {}, r"Delete the folder \.triton"),
     (NO_UTILS, {"missing": ("Python.h",)}, r"Delete the folder \.triton.*copy both"),
     (NO_LIBTRITON, {}, r"Visual C\+\+ Redistributable"),
+    (InvalidCxxCompiler("No working C++ compiler"), {"system": "Linux"}, r"g\+\+"),
     (NO_C_COMPILER, {}, r"brings a C compiler since 3\.2: .*triton-windows==3\.6"),
     (NO_C_COMPILER, {"system": "Linux"}, r"^Install a C compiler .*build-essential"),
     (OLD_PTXAS, {"system": "Linux"}, r"does not know your GPU: update PyTorch"),
@@ -218,7 +222,7 @@ CURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrapped", [False, "backend", "inductor"])
+@pytest.mark.parametrize("wrapped", [False, "backend", "inductor", "as a cause"])
 @pytest.mark.parametrize(
     ("error", "here", "cure"), CURES, ids=lambda value: type(value).__name__ if isinstance(value, Exception) else ""
 )
@@ -229,7 +233,7 @@ def test_each_error_has_its_cure(machine, failure, error, here, cure, wrapped):
 
 
 @pytest.mark.parametrize("wrapped", [False, "backend", "inductor"])
-@pytest.mark.parametrize("error", [*(error for error, _, _ in CURES), InvalidCxxCompiler("No working C++ compiler")], ids=repr)
+@pytest.mark.parametrize("error", [error for error, _, _ in CURES], ids=repr)
 def test_what_has_a_cure_does_not_pass_by_itself(failure, machine, error, wrapped):
     """Whatever PyTorch has raised the error from, and if it is one of the system itself: a path that is too long."""
     cause = FileNotFoundError(2, "The system cannot find the file specified")
