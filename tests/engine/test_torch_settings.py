@@ -57,12 +57,19 @@ def test_two_threads_that_overlap(name, first_out, engine):
     assert (entering, leaving, after) == ([True] * 2, [True] * 2, [True]), "in force until the last thread leaves"
 
 
+SET = {
+    "sampling": {"tf32": True, "cudnn": (True, True)},
+    "compiling": {"torch._dynamo.config.recompile_limit": "77", "torch._dynamo.config.specialize_float": "False"},
+}
+
+
 @pytest.mark.parametrize("name", SCOPES)
 def test_an_error_inside_leaves_nothing(name, engine):
     before = torch_settings()
     scope, values = SCOPES[name](engine("torch_settings"))
     with pytest.raises(KeyError), scope.applied(**values):
-        assert changed(before)
+        now = torch_settings()
+        assert changed(before) and {setting: now[setting] for setting in SET[name]} == SET[name]
         raise KeyError("inside")
     assert changed(before) == {}
 
@@ -226,44 +233,37 @@ def test_blocks_are_compiled_with_tritons_own_library(toolkit, engine, monkeypat
     assert len(seen) == 1 and seen[0][0] == seen[0][1] and "triton" in seen[0][0] and chosen() == (None, None)
 
 
-def test_users_that_take_turns_share_one_wrapper(engine):
-    """Without a moment in which nobody is inside: each would wrap the wrapper of the one before."""
-
-    def plain():
-        return 1
-
-    functions, taken = {"function": plain}, []
-    switch = functools.partial(functions.get, "function"), functools.partial(functions.__setitem__, "function")
-    scope = engine("torch_settings").SharedScope({"function": switch})
+@pytest.fixture
+def exchanged(engine):
+    """A scope with one function, where that function stands, a wrapper of it, and what was wrapped."""
+    functions, taken, settings = {"function": lambda: ["plain"]}, [], engine("torch_settings")
 
     def wrapper(function):
         taken.append(function)
-        return lambda: function() + 1
+        return lambda: ["ours", *function()]
 
+    return settings.SharedScope({"function": settings.entry(lambda: functions, "function")}), functions, wrapper, taken
+
+
+def test_users_that_take_turns_share_one_wrapper(exchanged):
+    """Without a moment in which nobody is inside: each would wrap the wrapper of the one before."""
+    scope, functions, wrapper, taken = exchanged
+    plain = functions["function"]
     before = scope.wrapping(function=wrapper)
     before.__enter__()
     for _ in range(5):
         turn = scope.wrapping(function=wrapper)
         turn.__enter__()
         before.__exit__(None, None, None)
-        assert functions["function"]() == 2
+        assert functions["function"]() == ["ours", "plain"]
         before = turn
     before.__exit__(None, None, None)
     assert functions["function"] is plain and taken == [plain]
 
 
-def test_a_function_that_another_pack_puts_in_the_place_of_ours_stays(engine):
-    def plain():
-        return ["plain"]
-
-    functions, taken = {"function": plain}, []
-    switch = functools.partial(functions.get, "function"), functools.partial(functions.__setitem__, "function")
-    scope = engine("torch_settings").SharedScope({"function": switch})
-
-    def wrapper(function):
-        taken.append(function)
-        return lambda: ["ours", *function()]
-
+def test_a_function_that_another_pack_puts_in_the_place_of_ours_stays(exchanged):
+    scope, functions, wrapper, taken = exchanged
+    plain = functions["function"]
     with scope.wrapping(function=wrapper):
         ours = functions["function"]
         functions["function"] = theirs = lambda: ["theirs", *ours()]

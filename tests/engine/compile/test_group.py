@@ -4,7 +4,6 @@ import gc
 import importlib
 import json
 import sys
-import threading
 import weakref
 
 import pytest
@@ -159,36 +158,6 @@ def test_the_blocks_own_forward_in_its_dict_is_compiled_and_put_back(compiled):
         net(torch.randn(2, 4, 8))
         assert net.blocks[1].__dict__["forward"] is not own
     assert net.blocks[1].__dict__["forward"] is own
-
-
-def test_switches_hold_while_sampling_and_end_with_it(engine):
-    scopes = engine("torch_settings")
-    before = torch_settings()
-    with pytest.raises(KeyError), scopes.sampling_scope.applied(**scopes.sampling_switches(True, True)):
-        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.benchmark
-        raise KeyError
-    assert torch_settings() == before
-
-
-def test_overlapping_threads_restore_once_all_have_left(engine):
-    scopes = engine("torch_settings")
-    before = torch.backends.cudnn.benchmark
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with scopes.sampling_scope.applied(cudnn_benchmark=True):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait(10)
-    with scopes.sampling_scope.applied(cudnn_benchmark=True):
-        pass
-    assert torch.backends.cudnn.benchmark is True
-    leave.set()
-    thread.join()
-    assert torch.backends.cudnn.benchmark == before
 
 
 def test_other_peoples_compile_is_left_alone(compiled):
