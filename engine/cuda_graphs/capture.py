@@ -319,7 +319,7 @@ class ModelGraphs:
         graphs: ordered by their last replay.
         seen: keys of calls that have run without a graph, and so are compiled; each with `_without_data` of the result.
         failures: why a call is not captured.
-        release: frees what is kept on the GPU for the graphs beside their own memory; None: nothing is.
+        release: frees what is kept on the GPU beside the graphs' own memory, and tells whether it did; None: nothing is.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many replays were compared; `differences`: how many of them differed.
         _costs: seconds of each capture, until its check.
@@ -330,7 +330,7 @@ class ModelGraphs:
     seen: dict[Hashable, list[tuple[torch.Tensor, torch.device]]] = field(default_factory=dict)
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
-    release: Callable[[], None] | None = None
+    release: Callable[[], bool] | None = None
     code: Hashable = None
     captures: int = 0
     replays: int = 0
@@ -356,11 +356,12 @@ class ModelGraphs:
         self.model.forget()
         self._pool = None
 
-    def _release(self) -> None:
-        if self.release is not None:
-            self.release()
-            self.release = None
-            self.model.obstacle = self.model.obstacle or "memory was short"
+    def _release(self) -> bool:
+        release, self.release = self.release, None
+        if release is None or not release():
+            return False
+        self.model.obstacle = self.model.obstacle or "memory was short"
+        return True
 
     @property
     def hold_memory(self) -> bool:
@@ -544,10 +545,10 @@ class ModelGraphs:
 
     def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
         self._free_graphs()
-        self._release()
         self.seen.clear()
         self._pool = None
-        self._fails(key, reason)
+        fails = self._fails_for_good if self._release() else self._fails  # the next run has other copies: a change of weights
+        fails(key, reason)
 
     def _fails(self, key: Hashable, reason: str) -> None:
         _remember(self.failures, key, reason)

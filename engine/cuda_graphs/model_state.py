@@ -24,12 +24,14 @@ MOST_LOOKS = 8
 @dataclass
 class ModelState:
     """The model as it was when the graphs were captured, and what of it forbids replays in this sampling run: `obstacle`, or
-    `foreign`, the first pack whose code is in the network. `functions`: what the layers run."""
+    `foreign`, the first pack whose code is in the network. `functions`: what the layers run. `lora_looked_at`: LoRA of packed
+    weights have been copied in this run, if they can be."""
 
     device: torch.device | None = None
     obstacle: str | None = None
     foreign: str | None = None
     functions: list | None = None
+    lora_looked_at: bool = False
     _glance: _Glance | None = None
     _known: list | None = None
     _looks: int = 0
@@ -38,10 +40,10 @@ class ModelState:
     def new_run(self) -> None:
         """Called when a sampling run starts and ends: weights may have moved, and the glance holds references to layers."""
         self._glance = self.obstacle = self.foreign = None
-        self._looks = 0
+        self._looks, self.lora_looked_at = 0, False
 
     def forget(self) -> None:
-        self._known = None
+        self._known = self._glance = None
         self._copies.clear()
 
     def check_unchanged(

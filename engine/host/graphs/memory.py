@@ -100,6 +100,7 @@ def make_room(loaded: Loaded, inputs: tuple, beside: int = 0) -> bool:
     for _network, graphs in idle_graphs:
         if lack() > 0:
             graphs.drop()
+            comfy.model_management.soft_empty_cache()  # what was kept beside them
     return lack() <= 0
 
 
@@ -156,4 +157,5 @@ def _drop_of_idle(_result, models=(), *_args, **_kwargs) -> bool:
             if _free_beside_models(device) < required:
                 for _network, graphs in idle:
                     graphs.drop()
+                comfy.model_management.soft_empty_cache()
     return True

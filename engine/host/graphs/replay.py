@@ -75,6 +75,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
     watch_unloading()
     network, device = loaded.network, loaded.device
     graphs, state, code = graphs_of(network), state_of(network), code_of(network)
+    places = address_of if state.pages else None
     if not binding.plain:
         if state.told_in != code.runs:
             state.told_in, foreign, reason = code.runs, None, "the weights move in each step"
@@ -102,15 +103,20 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
 
         room = functools.partial(make_room, loaded, (*args, *kwargs.values()))
 
+        def room_for_copies(needed):
+            graphs.forget()  # they were captured with another LoRA
+            return room(needed)
+
         def why_no_graphs():
             foreign = foreign_in_options(options, wrapped) or foreign_in_options(model_options) or foreign_around()
             if foreign is None:
-                if not state.lora_looked_at:
-                    reason = packed_lora.keep_on_device(network, device, room)
-                    graphs.model.obstacle, graphs.release = graphs.model.obstacle or reason, packed_lora.release_of(network)
-                    state.lora_looked_at = True
-                graphs.drop_if_stale(network, device, address_of if state.pages else None)
+                graphs.drop_if_stale(network, device, places)
                 foreign = graphs.model.foreign
+            if foreign is None and not graphs.model.lora_looked_at and _obstacle(network) is None:
+                graphs.model.lora_looked_at = True
+                graphs.model.obstacle = packed_lora.keep_on_device(network, device, room_for_copies)
+                graphs.release = packed_lora.release_of(network)
+                graphs.drop_if_stale(network, device, places)
             reason = _obstacle(network) if foreign is None else None
             if foreign is not None or reason is not None:
                 return foreign, reason, None
@@ -277,7 +283,6 @@ def new_run(network: nn.Module, begins: bool = False) -> None:
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
-    state_of(network).lora_looked_at = False
     state_of(network).missed_calls = 0
     if is_anew:
         state_of(network).squeezed = 0
@@ -323,7 +328,6 @@ class NetworkState:
         squeezed: how often graphs were dropped for that in the last runs.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
-        lora_looked_at: LoRA of packed weights have been copied in this run, if they can be.
         told_in: the sampling run in which it was last said that blocks are not plain (`Binding.plain`).
     """
 
@@ -335,7 +339,6 @@ class NetworkState:
     squeezed: int = 0
     channels_last_fails: str = ""
     norms_ready: bool = False
-    lora_looked_at: bool = False
     told_in: int = -1
 
 

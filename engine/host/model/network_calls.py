@@ -73,7 +73,7 @@ class NetworkCalls:
                 if way is Way.REPLAYED:
                     way = Way.COMPILED  # a replay traces nothing
                 if is_short_of_memory(loaded.device):
-                    graphs_of(network).drop()  # they hold as much memory as this call needs in addition
+                    graphs_of(network).forget()  # they hold as much memory as this call needs in addition
             code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
             call.puts_off &= way is not Way.REPLAYED  # replays would not tell what they lack
             with ExitStack() as scopes:

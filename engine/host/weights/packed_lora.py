@@ -40,7 +40,8 @@ class _Copies(list):
 
 
 def keep_on_device(network: nn.Module, device: torch.device, make_room: Callable[[int], bool]) -> str | None:
-    """Copy LoRA of packed weights to the device. `make_room`: frees so many bytes beside what a call needs, if it can.
+    """Copy LoRA of packed weights to the device. `make_room`: frees so many bytes beside what a call needs, if it can;
+    called if anything is to be copied.
 
     Returns:
         Why a CUDA graph cannot hold them; None: it can, or there are none.
@@ -67,17 +68,18 @@ def keep_on_device(network: nn.Module, device: torch.device, make_room: Callable
     return None
 
 
-def release_of(network: nn.Module) -> Callable[[], None] | None:
-    """What frees the copies; None: there are none."""
+def release_of(network: nn.Module) -> Callable[[], bool] | None:
+    """What frees the copies, and tells whether there were any; None: there are none."""
     has_copies = any(isinstance(patches, _Copies) for _, patches in _lists(network))
     return functools.partial(_put_back, weakref.ref(network)) if has_copies else None
 
 
-def _put_back(reference: weakref.ref[nn.Module]) -> None:
-    network = reference()
+def _put_back(reference: weakref.ref[nn.Module]) -> bool:
+    network, found = reference(), False
     for p in network.parameters() if network is not None else ():  # at exit, names of this module are gone: it uses none
         if hasattr(patches := vars(p).get("patches"), "kept_in_ram"):
-            p.patches = patches.kept_in_ram
+            p.patches, found = patches.kept_in_ram, True
+    return found
 
 
 def _lists(network: nn.Module) -> Iterator[tuple[Any, list]]:

@@ -60,6 +60,8 @@ def test_copies_of_lora_go_where_a_run_lacks_memory(flux):
         of_flux.model.obstacle = None
         lack()
         assert weight.patches is in_ram and of_flux.model.obstacle and not of_flux.hold_memory
+    of_flux.forget()
+    assert [*of_flux.failures.values()] == ["none left"], "the next run copies again, which is a change"
     weight, in_ram = copied_lora(flux)
     of_flux._changed()
     assert weight.patches is not in_ram, "they are for the next capture"

@@ -205,6 +205,22 @@ def test_lora_of_packed_weights_are_copied_to_them_once(engine):
     assert layer.weight.patches is patches and module.release_of(layer) is None
 
 
+def test_graphs_of_copies_that_were_made_in_a_run_stay_in_the_next(engine):
+    module, graphs = engine("host.weights.packed_lora"), engine("cuda_graphs.capture").ModelGraphs()
+    layer = a_layer_with([([(1.0, (torch.ones(4, 8),), 1.0, None, None)], "key")])
+
+    def look():
+        graphs.drop_if_stale(layer, torch.device("cpu"))
+
+    look()
+    assert module.keep_on_device(layer, torch.device("meta"), lambda _bytes: graphs.forget() or True) is None
+    look()
+    graphs.graphs["key"] = "a graph"
+    graphs.new_run(is_warming=False)
+    look()
+    assert graphs.graphs
+
+
 def has_room(_bytes):
     return True
 
