@@ -341,6 +341,18 @@ def without_dynamic_vram() -> str:
     )
 
 
+def little_vram() -> str:
+    """The README's: what a prompt of Flux gains where little VRAM was free, the last of each session."""
+    sessions, gains = Sessions(rows("sessions", "session")[0]), []
+    for model, free in sessions.set_ups():
+        key = (model, free, 0, "ours", "cold")
+        ours, eager = sessions.newest.get(key, {}), sessions.eager(key)
+        if model == "flux" and free and (last := max(ours.keys() & eager.keys(), default=None)):
+            gain = f"{ours[last]['seconds'] / eager[last]['seconds'] - 1:+.0%}".replace("%", " %")
+            gains.append(f"{gain} with {free:g} GiB free")
+    return ", ".join(gains)
+
+
 def more_vram() -> str:
     """The README's: by how much the peak is above that of the uncompiled model, at most."""
     return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"

@@ -31,6 +31,7 @@ INLINE = {
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
     "without dynamic vram": session_tables.without_dynamic_vram,
+    "little vram": session_tables.little_vram,
     "recorded": session_tables.recorded_where,
 }
 README = {"gains": session_tables.gains_table, "uncompiled": session_tables.readme_uncompiled_note, **INLINE}
