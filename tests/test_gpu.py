@@ -341,6 +341,7 @@ class TestStreaming:
             handle.remove()
             calls.clear()
             assert relative_error(runs.run(compiled), expected) < 1e-3
+            assert engine("background.thread").compiler.wait(300)  # attention's kernels are made ready, or code is made
         notes = engine("host.weights.blocks").notes_on(runs.patcher.model)
         assert any("put in place" in note for note in notes), "nothing was streamed; this proves nothing"
 
