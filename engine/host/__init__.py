@@ -1,1 +1,1 @@
-"""Connect the engine with ComfyUI: the only rooms that import it. May import: `engine/`'s own modules. See `adapter.py`."""
+"""Connect the engine with ComfyUI, which `host/` alone imports. May import: the modules of `engine/`. See `adapter.py`."""

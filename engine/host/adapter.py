@@ -1,7 +1,7 @@
-"""Check once which internals of this ComfyUI can be called, by the arguments that they take.
+"""Check once, by signature, which internals of this ComfyUI can be called.
 
-A function that is missing, or takes other arguments than those listed here, is not called: ComfyUI then does that work in its
-own way, and one line in the log says so. An untested ComfyUI costs speed, never an image.
+A function that is missing, or whose parameters differ from those listed here, is not called: ComfyUI does that work itself, and
+one line in the log says so. An untested ComfyUI costs speed, never an image.
 """
 
 import functools
@@ -19,33 +19,33 @@ import torch
 from ..log import logger
 from ..torch_settings import SharedScope, attribute
 
-KEY = "torch-compile-kit"  # of our wrappers, callbacks and options in a patcher
+KEY = "torch-compile-kit"  # of this pack's wrappers, callbacks and options in a patcher
 
 
 class PageCalls(NamedTuple):
-    """How layers under dynamic VRAM get their weights (comfy/ops.py, comfy/model_prefetch.py)."""
+    """The host's functions that fetch weights of layers under dynamic VRAM (comfy/ops.py, comfy/model_prefetch.py)."""
 
     cast: Callable  # (layers, dtype, device, bias_dtype, non_blocking): starts the transfers, returns their stream or None
     resolve: Callable  # (layer, dtype, device, bias_dtype, compute_dtype, want_requant): returns weight and bias
-    clean_up: Callable  # (layers): unpins their pages
+    clean_up: Callable  # (layers): unpins the pages of the layers
 
 
 class Host(NamedTuple):
-    """The internals of this ComfyUI that can be used."""
+    """Which internals of this ComfyUI can be used."""
 
-    pages: PageCalls | None  # None: no dynamic VRAM, or its functions are not those of PageCalls
+    pages: PageCalls | None  # None: no dynamic VRAM, or its functions have other parameters
     traceable_cast: bool  # `comfy.ops.cast_bias_weight` takes the arguments of `weights/traceable_layers.py`
     list_of_layers: bool  # `ModelPatcher._load_list` takes the arguments of `weights/placement.py`
-    unknown: tuple[str, ...]  # for the log: what is not used, and what that means
+    unknown: tuple[str, ...]  # log lines: which feature is not used, and what that costs
 
 
 def takes(function: object, *names: str) -> bool:
-    """Whether the first parameters of `function` are `names`, and all others may be left out."""
+    """Whether the first parameters of `function` are `names`, and all other parameters are optional."""
     if not callable(function):
         return False
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # no Python function
+    except (TypeError, ValueError):  # a built-in without a signature
         return False
     others = [p for p in parameters[len(names) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = [p.name for p in parameters[: len(names)] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -58,7 +58,7 @@ def version() -> str:
 
 @functools.cache
 def host() -> Host:
-    """Call `look` once, and log each part that is not used."""
+    """Call `look` once, and log each feature that is not used."""
     checked = look()
     for text in checked.unknown:
         logger.warning("untested ComfyUI version %s: %s", version(), text)
@@ -66,10 +66,10 @@ def host() -> Host:
 
 
 def look() -> Host:
-    """Check the loaded `comfy`, without a cache."""
+    """Check the imported `comfy`; not cached."""
     ops, patching = _module("comfy.ops"), _module("comfy.model_patcher")
     pages, unknown = _page_calls(), []
-    if pages is None and hasattr(patching, "ModelPatcherDynamic"):  # dynamic VRAM of some kind
+    if pages is None and hasattr(patching, "ModelPatcherDynamic"):  # this ComfyUI has dynamic VRAM
         unknown.append("ComfyUI itself fetches weights under dynamic VRAM, layer by layer, which breaks the graphs of blocks.")
     cast = takes(getattr(ops, "cast_bias_weight", None), "s", "input", "dtype", "device", "bias_dtype")
     if not cast:
@@ -90,7 +90,7 @@ def _page_calls() -> PageCalls | None:
     cast: Any = getattr(ops, "cast_modules_with_vbar", None)
     resolve: Any = getattr(ops, "resolve_cast_module_with_vbar", None)
     clean_up: Any = getattr(prefetch, "cleanup_prefetched_modules", None)
-    if takes(clean_up, "module", "comfy_modules"):  # from 0.33.1 on; the first is the block whose page range is pinned
+    if takes(clean_up, "module", "comfy_modules"):  # since 0.33.1; `module` is the block whose page range is pinned
         clean_up = functools.partial(clean_up, None)
     elif not takes(clean_up, "comfy_modules"):
         return None
@@ -108,12 +108,12 @@ def _page_calls() -> PageCalls | None:
 
 
 def device_type() -> str:
-    """Where models run: "cuda", "cpu" or another of PyTorch's."""
+    """The type of the device on which models run: "cuda", "cpu" or another of PyTorch's."""
     return comfy.model_management.get_torch_device().type
 
 
 def makes_room() -> bool:
-    """Whether comfy-aimdo is at work in PyTorch's allocator, so that an allocation can move weights off the device."""
+    """Whether comfy-aimdo is active in PyTorch's allocator, so that an allocation can evict weights from the device."""
     return getattr(_module("comfy.memory_management"), "aimdo_enabled", False)
 
 
@@ -134,20 +134,20 @@ def _module(name: str) -> object | None:
 
 
 def set_callbacks(patcher: Any, key: str, callbacks: dict[str, Any]) -> None:
-    """Register `callbacks` (event -> function) with the patcher; they replace its callbacks for these events under `key`."""
+    """Register `callbacks` (event -> function) with the patcher; replaces callbacks for these events under `key`."""
     for event, callback in callbacks.items():
         patcher.remove_callbacks_with_key(event, key)
         patcher.add_callback_with_key(event, key, callback)
 
 
-# ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and records CUDA graphs around its blocks. The
-# work of ours would be missing from both: allocations outside that plan (compiling, autotuning) end in "aimdo memory compile
-# error". Each call of a model reads this option (comfy/model_prefetch.py, `malloc_graph_enabled`).
+# ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and captures CUDA graphs around its blocks. The
+# work of this pack is in neither: allocations outside that plan (compiling, autotuning) end in "aimdo memory compile error".
+# Each call of a model reads this option (comfy/model_prefetch.py, `malloc_graph_enabled`).
 _compiler_scope = SharedScope({"off": attribute(comfy.cli_args.args, "disable_comfy_compiler")})
 
 
 def without_hosts_compiler() -> AbstractContextManager:
-    """A context in which ComfyUI's own compiler starts for no model call; does nothing on a host without that compiler."""
+    """A context in which model calls do not start ComfyUI's own compiler; does nothing on a host without that compiler."""
     if not hasattr(comfy.cli_args.args, "disable_comfy_compiler"):
         return nullcontext()
     return _compiler_scope.applied(off=True)
@@ -155,8 +155,8 @@ def without_hosts_compiler() -> AbstractContextManager:
 
 def without_prefetch(network: torch.nn.Module) -> AbstractContextManager:
     """A context in which the host prefetches no block of `network` (comfy/model_prefetch.py): `BlockWeights` prefetches blocks,
-    and weights that both fetch are copied twice. The host sets the option anew in each call (comfy/model_base.py,
-    `_apply_model`)."""
+    and weights that both of them fetch would be copied twice. A hook clears the option in each call, as the host sets it in
+    each call (comfy/model_base.py, `_apply_model`)."""
 
     def switch_off(_network: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
         options = kwargs.get("transformer_options")

@@ -1,1 +1,1 @@
-"""Put the weights of a block in place before its code runs. May import: `host/`, `compile` and what is below it."""
+"""Put the weights of a block in place before the block runs. May import: `host/`, `compile` and the floors below."""

@@ -1,20 +1,20 @@
-"""Put the weights of a block in place before its compiled forward, and take them out after it.
+"""Put the weights of a block in place before its compiled forward, and restore the layers after it.
 
-ComfyUI keeps weights where memory allows: on the device, in RAM, or paged by its dynamic VRAM, with LoRA applied on the way
-(comfy/ops.py, `cast_bias_weight`). Inside compiled code that machinery breaks the graph at each layer, or costs a graph per
-layer. Here that machinery runs outside: the compiled block sees plain parameters on the device, the same in every mode, and the
-transfer of the next block's weights overlaps this block's work.
+ComfyUI keeps weights where memory allows: on the device, in RAM, or paged by its dynamic VRAM. Each layer's forward transfers
+and casts its weights and applies LoRA (comfy/ops.py, `cast_bias_weight`). Traced, that code breaks the graph at each layer, or
+costs a graph per layer. So it runs here, before the block: the compiled block sees plain parameters on the device, whatever the
+host's memory mode, and the transfer of the next block's weights overlaps this block's compute.
 
 Life cycle of a `BlockWeights`, in each call of the model:
 
-1. `fetch` starts the transfer: in `place` of the block before, if this block was expected next (`following`), else in its own.
-2. `place` waits for the transfer on the device, sets plain parameters on all layers, hides where they come from, and starts
-   the transfer for `following`.
+1. `fetch` starts the transfer: called by the previous block's `place` if this block is its `following`, else by `place`.
+2. `place` waits for the transfer on the device, sets plain parameters on all layers, hides the attributes from which the host
+   fetches weights (`_SOURCES`), and starts the transfer for `following`.
 3. The compiled block runs.
-4. `release` puts all attributes back, and gives up the memory (`drop`).
+4. `release` restores all attributes, and frees the memory (`drop`).
 
-`ModelWeights` is made anew when the host has loaded, unloaded or patched weights (`_load_token`). `forget_weights`, after a
-sampling run, removes from the layers what `_settle` wrote.
+`ModelWeights` is rebuilt when the host has loaded, unloaded or patched weights (`_load_token`). `forget_weights`, after a
+sampling run, removes from the layers the attributes that `_settle` set.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from . import dynamic_vram as paging
 from . import partial_load as streaming
 from .traceable_layers import EagerLayers, PackedWeights, can_be_traced, is_packed, linears, untraceable
 
-# Attributes that tell the host's layers where weights come from; hidden while a compiled block runs.
+# Attributes from which the host's layers fetch and patch weights; hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
 _DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
 
 
 @dataclass
 class Order:
-    """The order in which blocks run: that of the list at first, then as the last calls ran them."""
+    """The order in which blocks run: at first the order of the list, then that of the last call."""
 
-    last: BlockWeights | None = None  # put in place last
-    prefetched: BlockWeights | None = None  # one at a time, since there are two buffers
+    last: BlockWeights | None = None  # the block that was placed last
+    prefetched: BlockWeights | None = None  # one block at a time, since there are two buffers
 
     def begin_block(self, weights: BlockWeights) -> None:
-        """Before `weights` are put in place: drop what was prefetched for another block, and learn what follows `last`."""
+        """Before `weights` are placed: drop the prefetched weights of another block, and note which block follows `last`."""
         if self.prefetched is not None and self.prefetched is not weights:
             self.prefetched.drop()
         self.prefetched = None
@@ -79,7 +79,7 @@ class BlockWeights:
         tensors = streaming.tensors_elsewhere(block, device)
         if tensors:
             self._fetched.append(streaming.StreamedTensors(tensors, device, dtype))
-        # On a host without the functions of PageCalls paged layers run the host's code, outside the graph.
+        # Without PageCalls only the host can fetch paged layers: these run uncompiled.
         unknown = [] if calls is not None else paged
         packed = {m for m in modules if is_packed(m)}
         traced = {m for m in packed.difference(unknown) if can_be_traced(m)}
@@ -89,9 +89,9 @@ class BlockWeights:
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
-        # Whether weights are transferred for each call; else they are on the device.
+        # Whether weights are transferred in each call.
         self.moves = bool(self._fetched) or self._packed.move
-        # Whether all weights are on the device once their pages of dynamic VRAM are.
+        # Whether all weights are on the device once the pages of dynamic VRAM are filled.
         self.in_pages = not tensors and self._eager is None and not self._packed.move
         placing = self._recast or self._packed.unpacked or self._packed.plain
         self.needed = self.moves or bool(placing) or self._eager is not None
@@ -100,12 +100,12 @@ class BlockWeights:
         self.order: Order | None = None
 
     def fetch(self) -> None:
-        """Start the transfer on another stream, unless it was started."""
+        """Start the transfer on another stream, unless it has been started."""
         for weights in self._fetched:
             weights.fetch()
 
     def place(self) -> None:
-        """Make all layers plain, and start the transfer for the block that follows."""
+        """Set plain parameters on all layers, and start the transfer for `following`."""
         if self.order is not None:
             self.order.begin_block(self)
         self.fetch()
@@ -115,7 +115,7 @@ class BlockWeights:
             if "comfy_cast_weights" in module.__dict__:
                 changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
                 if hasattr(module, "layout_type") and (module.weight_function or module.bias_function):
-                    # As with functions, the host's forward then makes no product in the weight's format.
+                    # With functions (LoRA) the host's forward makes no quantised product; this keeps that without them.
                     changes["comfy_force_cast_weights"] = True
                 self._swap(module.__dict__, changes, _SOURCES)
             self._swap(module._parameters, parameters, ())
@@ -131,10 +131,10 @@ class BlockWeights:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                self.following.drop()  # this block has its weights; that one tries again when it runs
+                self.following.drop()  # `following` fetches again in its own `place`
 
     def release(self) -> None:
-        """Undo `place`; the memory may be used again once the block's work is done."""
+        """Undo `place`; the memory is reused once the GPU has finished the block."""
         for target, originals in reversed(self._undo):
             for name, value in originals.items():
                 if value is _ABSENT:
@@ -147,7 +147,7 @@ class BlockWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Give up the fetched weights, used or not."""
+        """Free the fetched weights, used or not."""
         for weights in self._fetched:
             weights.drop()
 
@@ -162,12 +162,12 @@ _ABSENT = object()
 
 
 def _casts(layer: nn.Module) -> bool:
-    """Whether the layer casts weights that are on the device: its class does, or casting is forced."""
+    """Whether the layer casts weights that are on the device: because of its class, or because casting is forced."""
     return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
 
 
 def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Set attributes of a layer's class on the layer, since guards tell the two apart; returns what was set."""
+    """Copy `_DEFAULTS` from a layer's class to the layer, as guards distinguish the two; returns the attributes that were set."""
     missing = [(m, name) for m in layers for name in _DEFAULTS if name not in m.__dict__ and hasattr(type(m), name)]
     for layer, name in missing:
         value = getattr(type(layer), name)
@@ -176,7 +176,7 @@ def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
 
 
 class ModelWeights:
-    """How the blocks of a model get their weights.
+    """The `BlockWeights` of all blocks of a model.
 
     Raises:
         InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
@@ -211,17 +211,17 @@ class ModelWeights:
             self.notes.append(f"Layers of {', '.join(foreign)} run uncompiled: they unpack weights in their own way.")
         self.of_block = {id(b): weights for b, weights in zip(blocks, used, strict=True) if weights.needed}
         self.paged = any(weights.paged for weights in self.of_block.values())
-        # Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try.
+        # Whether all weights can stay where the blocks use them, so that calls can be captured as CUDA graphs.
         self.may_stay = all(weights.in_pages for weights in self.of_block.values())
 
     def undo_settling(self) -> None:
-        """Remove from the layers what `_settle` has set, unless another value was set since."""
+        """Remove from the layers the attributes that `_settle` set, unless their values have changed since."""
         for layer, name in self._settled:
             if layer.__dict__.get(name) in ([], getattr(type(layer), name)):
                 layer.__dict__.pop(name, None)
 
     def drop(self) -> None:
-        """The call is over: give up what was prefetched and not used."""
+        """After a call: free weights that were prefetched and not used."""
         self._order.end_call()
         for weights in self.of_block.values():
             weights.drop()
@@ -231,16 +231,16 @@ _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDi
 
 
 class Loaded(NamedTuple):
-    """A network as the host has loaded it, with the dtype that it computes in and its device."""
+    """A network that the host has loaded, with the dtype and the device in which it computes."""
 
     model: nn.Module  # the patcher's
-    network: nn.Module  # a part of `model`, or `model` itself; its blocks are compiled
+    network: nn.Module  # a submodule of `model`, or `model` itself; its blocks are compiled
     dtype: torch.dtype
     device: torch.device
 
 
 def weights_of(loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module]) -> ModelWeights:
-    """How the blocks get their weights, as the host has them loaded now."""
+    """The `ModelWeights` for the weights as the host has loaded them now; cached until that changes."""
     token = (settings, *_load_token(loaded.model, blocks, loaded.device))
     weights = _weights.get(loaded.model)
     if weights is None or weights.token != token:
@@ -249,7 +249,7 @@ def weights_of(loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module
 
 
 def forget_weights(base_model) -> None:
-    """After a sampling run: remove from the layers what `_settle` has set, and have `ModelWeights` made anew."""
+    """After a sampling run: remove from the layers the attributes that `_settle` set; the next call rebuilds `ModelWeights`."""
     weights = _weights.get(base_model)
     if weights is not None:
         weights.undo_settling()
@@ -257,7 +257,7 @@ def forget_weights(base_model) -> None:
 
 
 def notes_on(base_model) -> list[str]:
-    """What the report says about the weights of a model that has run."""
+    """Lines of the report about the weights of a model that has run."""
     return _weights[base_model].notes if base_model in _weights else []
 
 

@@ -1,17 +1,17 @@
-"""Fetch weights under ComfyUI's dynamic VRAM, block by block: faulted into their pages, or copied through a cast buffer.
+"""Fetch weights under ComfyUI's dynamic VRAM, block by block: fault them into their pages, or copy them to a cast buffer.
 
-All of it goes through the host's functions (comfy/ops.py, comfy/model_prefetch.py), so that the host goes on managing memory.
+Only the host's functions (comfy/ops.py, comfy/model_prefetch.py) move weights, so that the host keeps managing memory.
 Life cycle of the weights of one block (`PagedLayers`):
 
 1. `fetch`: the host faults the pages in and pins them; weights without a page are copied on a stream of `_Streams`.
-2. `resolve`: the computing stream waits for the copies; the host applies LoRA and casts.
-3. `drop`: pages are unpinned; the stream waits for the block's work before its buffer is written again.
+2. `resolve`: the compute stream waits for the copies; the host applies LoRA and casts.
+3. `drop`: pages are unpinned; the copy stream waits for the block's work before its buffer is overwritten.
 
 Life cycle of a whole model's pages, for CUDA graphs (`AllPages`):
 
-1. `learn`, after a call that fetched weights: which layers the model uses.
-2. `pin`, before a capture or a replay: all of these layers' pages are faulted in; None where a weight would have to be fetched.
-3. `unpin`, after it; `clean_up` where a call failed halfway.
+1. `learn`, after a call that fetched weights: note which layers the model uses.
+2. `pin`, before a capture or a replay: fault in the pages of all these layers; None if a weight would have to be fetched.
+3. `unpin`, after the capture or replay; `clean_up` after a call that failed halfway.
 """
 
 import threading
@@ -33,7 +33,7 @@ PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream as the host makes them (comfy/model_management.py, `get_offload_stream`); None where it makes none."""
+    """A stream as the host makes its own (comfy/model_management.py, `get_offload_stream`); None if the host uses none."""
     if device.type != "cuda" or not getattr(comfy.model_management, "NUM_STREAMS", 0):
         return None
     stream = torch.cuda.Stream(device)
@@ -42,10 +42,10 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _Streams:
-    """Two streams of this pack for each device, used in turn: one for the block that runs, one for the block after it.
+    """Two streams of this pack per device, used in turn: one for the block that runs, one for the block after it.
 
-    Weights without a page are copied into a buffer that belongs to the stream. The host's own two streams would not do: into
-    their buffers the host also copies layers between blocks, or of another model, and would overwrite prefetched weights.
+    Weights without a page are copied into a buffer that belongs to the stream. The host's own two streams cannot be used: the
+    host also copies layers between blocks, and of other models, to their buffers, and would overwrite prefetched weights.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Streams:
         self._scope = SharedScope({"stream": attribute(comfy.model_management, "get_offload_stream")})
 
     def of(self, device: torch.device) -> list:
-        """The pair of a device, last used first; empty where the host makes no streams."""
+        """The pair of a device, last used first; empty if the host uses no streams."""
         if device not in self._pairs:
             pair = [new_stream(device), new_stream(device)]
             self._pairs[device] = [] if None in pair else pair
@@ -62,17 +62,17 @@ class _Streams:
 
     @contextmanager
     def next(self, device: torch.device) -> Iterator[Any]:
-        """A context in which the host copies weights for this thread on the pair's next stream, which it yields."""
+        """A context in which the host copies weights for this thread on the pair's next stream; yields that stream."""
         pair = self.of(device)
         if not pair:
             yield None
             return
         pair.reverse()
         stream = pair[0]
-        stream.wait_stream(comfy.model_management.current_stream(device))  # the buffer's last user is queued there
+        stream.wait_stream(comfy.model_management.current_stream(device))  # which has queued the buffer's last use
         self._taken.stream = stream
         try:
-            # Other threads get the host's streams.
+            # Other threads keep the host's streams.
             with self._scope.wrapping(stream=lambda hosts: lambda on: getattr(self._taken, "stream", None) or hosts(on)):
                 yield stream
         finally:
@@ -83,7 +83,7 @@ _streams = _Streams()
 
 
 def comes_apart(device: torch.device) -> bool:
-    """Whether prefetched weights wait in memory that nobody else writes: a buffer of `_Streams`, or memory of their own."""
+    """Whether prefetched weights are safe from overwriting: in a buffer of `_Streams`, or in newly allocated memory."""
     return bool(_streams.of(device)) or comfy.model_management.get_offload_stream(device) is None
 
 
@@ -112,14 +112,14 @@ class PagedLayers:
                 raise
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
-        """Wait (on the device) for the copies and return the weights per layer, LoRA and casts applied."""
+        """Make the compute stream wait for the copies; return the weights per layer, after LoRA and casts."""
         comfy.model_management.sync_stream(self._device, self._stream)
         placed = []
         for layer in self._layers:
             try:
                 weight, bias = self._calls.resolve(layer, *_cast_of(layer, self._device, self._dtype))
             except BaseException:
-                layer._v_signature = None  # the host has noted the page as whole before it adds the LoRA
+                layer._v_signature = None  # the host marks the page as filled before it adds the LoRA
                 raise
             placed.append((layer, {"weight": parameter(weight), "bias": parameter(bias)}))
         return placed
@@ -128,7 +128,7 @@ class PagedLayers:
         if self._fetched:
             self._fetched = False
             try:
-                # Copies that nobody has waited for may be under way, into pages that the host is to fill next.
+                # Copies that no stream has waited for may be in flight, into pages that the host fills next.
                 comfy.model_management.sync_stream(self._device, self._stream)
                 if self._stream is not None:
                     self._stream.wait_stream(comfy.model_management.current_stream(self._device))
@@ -137,11 +137,11 @@ class PagedLayers:
 
 
 class AllPages:
-    """Tell whether all weights that a model uses are in their pages, and keep them there for the length of a call.
+    """Tell whether all weights that a model uses are in their pages, and pin them for the length of a call.
 
-    A page keeps its address for as long as the model lives, filled or not (comfy-aimdo, src/model-vbar.c), so that CUDA graphs
-    stay valid while weights come and go. A layer's pages are empty if the model does not use the layer, or if there was no room
-    for it. The watermark tells the two apart: above it there are no pages.
+    A page keeps its address while the model lives, filled or not (comfy-aimdo, src/model-vbar.c), so CUDA graphs stay valid
+    while weights are evicted and fetched. A layer's pages are empty if the model does not use it, or if memory was short. The
+    watermark distinguishes the two: above the watermark there are no pages.
     """
 
     def __init__(self, network: nn.Module):
@@ -154,23 +154,23 @@ class AllPages:
         return host().pages is not None and bool(self._layers)
 
     def new_run(self, network: nn.Module) -> None:
-        """The host may want other weights in the pages (a LoRA): check each layer again."""
+        """Call when the pages may have to hold other weights (a LoRA): `pin` then checks each layer again."""
         self._layers = [m for m in network.modules() if "_v" in m.__dict__]
         self._end = max((m._v[1] + m._v[2] for m in self._layers), default=0)
         self._used &= set(self._layers)
         self._whole = None
 
     def have_room(self) -> bool:
-        """Whether all layers may have pages; a watermark that fell stays down until the host loads the model again."""
+        """Whether all layers are below the watermark; once lowered, it stays down until the host loads the model again."""
         vbar = self._layers[0]._v[0]
         if not hasattr(vbar, "get_watermark") or any(layer._v[0] is not vbar for layer in self._layers):
             return False
         return self._end - vbar.base_addr <= vbar.get_watermark() * PAGE
 
     def learn(self, anew: bool = False) -> None:
-        """After a call that fetched its weights: note which layers it used, if all had room.
+        """After a call that fetched its weights: note which layers the call used, if all have room.
 
-        `anew` forgets layers that nothing has fetched since the run began.
+        `anew` forgets layers that no call has fetched since the run began.
         """
         if self.have_room():
             fetched = {m for m in self._layers if m._v_signature is not None}
@@ -178,8 +178,8 @@ class AllPages:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which dynamic VRAM takes none of the pages for what else is allocated. Else it would not stop at pinned
-        ones, and all would be gone when they are unpinned (comfy-aimdo, src/model-vbar.c, `vbars_free`, `vbar_unpin`)."""
+        """A context in which other allocations evict none of the pages. Pins alone do not suffice: dynamic VRAM does not stop at
+        pinned pages, and would free all when they are unpinned (comfy-aimdo, src/model-vbar.c, `vbars_free`, `vbar_unpin`)."""
         vbar = self._layers[0]._v[0]
         set_limit = getattr(vbar, "set_watermark_limit", lambda _size: None)
         set_limit(self._end - vbar.base_addr)
@@ -189,17 +189,17 @@ class AllPages:
             set_limit(0)
 
     def pin(self) -> tuple | None:
-        """Pin all used pages, for `unpin`; None if weights are missing.
+        """Pin all used pages and return the argument for `unpin`; None if weights are missing.
 
-        Layers are checked one by one until all weights are there. From then on only the signature of the pages is compared, so
-        call `new_run` whenever the host may want other weights in the pages.
+        Layers are checked one by one until all weights are in memory. After that only the signature of the pages is compared,
+        so call `new_run` whenever the pages may have to hold other weights.
         """
         if not self.have_room():
             return None
         if self._whole is None:
             if not self._used or not all(map(_is_resident, self._used)):
                 return None
-            # As one allocation, which covers those of all layers.
+            # One allocation that spans the allocations of all layers.
             vbar, start = next(iter(self._used))._v[0], min(layer._v[1] for layer in self._used)
             whole = vbar, start, max(layer._v[1] + layer._v[2] for layer in self._used) - start
             self._signature = _fault(whole)
@@ -218,17 +218,17 @@ class AllPages:
         model_vbar.vbar_unpin(pinned)
 
     def clean_up(self) -> None:
-        """After a call that failed halfway: the host leaves a layer that it was fetching pinned."""
+        """After a call that failed halfway: unpin the layer that the host was fetching, which the host leaves pinned."""
         calls = host().pages
         if calls is not None:
             calls.clean_up(self._layers)
 
 
 def _fault(allocation: tuple) -> object:
-    """Pin pages, and get memory for those that have none; their signature, or None where there is no room."""
+    """Pin pages, allocating memory for those that have none; returns their signature, or None if memory is short."""
     try:
         return model_vbar.vbar_fault(allocation)
-    except RuntimeError as error:  # the driver has refused: the plain call does what it can
+    except RuntimeError as error:  # the driver refused: the model runs without a graph
         logger.debug("no memory for pages: %s", error)
         return None
 
@@ -242,13 +242,13 @@ def _is_resident(layer: nn.Module) -> bool:
 
 
 def address_of(layer: nn.Module) -> object:
-    """Where a paged layer's weights are whenever they are in memory."""
+    """The address and size of a layer's pages, which stay the same; None for a layer that is not paged."""
     return layer.__dict__["_v"][1:] if "_v" in layer.__dict__ else None
 
 
 def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple:
-    """What the layer's forward gives to the host's cast (comfy/ops.py) for an input in `dtype`: dtype of the weight, device,
-    dtype of the bias, dtype in which LoRA are added, and whether the sum is rounded to the weight's format for a product in it.
+    """The arguments that the layer's forward passes to the host's cast (comfy/ops.py) for an input in `dtype`: weight dtype,
+    device, bias dtype, dtype in which LoRA is added, and whether the sum is requantised for a product in the weight's format.
     """
     stored = getattr(layer, "weight_comfy_model_dtype", None) or layer.weight.dtype
     unchanged = not layer.weight_function and not layer.bias_function
@@ -256,7 +256,7 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
         product = hasattr(layer, "forward_comfy_cast_weights") and not getattr(layer, "_full_precision_mm", True)
         forced = getattr(layer, "comfy_force_cast_weights", False)
         return stored, device, stored, dtype, product and unchanged and not forced
-    # As the host asks: with a bf16 file under dynamic VRAM only the page is in fp8; the product is in bf16.
+    # The host checks the same: with a bf16 file under dynamic VRAM only the page is in fp8; the product is in bf16.
     if isinstance(layer, comfy.ops.fp8_ops.Linear) and layer.weight.dtype is torch.float8_e4m3fn and unchanged:
         return stored, device, dtype, comfy.model_management.lora_compute_dtype(device), True
     cast_to = dtype if type(layer).comfy_cast_weights else stored
@@ -264,5 +264,5 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
 
 
 def parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
-    """Make a parameter of the tensor, since guards tell the two apart and blocks on the device have parameters."""
+    """Wrap the tensor in a Parameter: guards distinguish the two, and blocks with all weights on the device have parameters."""
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

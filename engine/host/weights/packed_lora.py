@@ -1,9 +1,9 @@
 """Keep LoRA of packed weights on the GPU, for CUDA graphs.
 
-ComfyUI-GGUF applies a LoRA whenever it unpacks a weight, which holds it as an attribute: `patches`, a list of patches as the
-host's `calculate_weight` takes them (comfy/lora.py). It keeps them in RAM, from where each step copies them; no CUDA graph can
-do that. So they are copied once, where a graph may be captured, and the weight has its own list again when graphs are dropped
-(`ModelGraphs.release`). The copies are freed when the host takes the LoRA off: the weight gets another list.
+ComfyUI-GGUF applies a LoRA whenever a weight is unpacked. The weight has an attribute `patches`, a list in the format of the
+host's `calculate_weight` (comfy/lora.py), whose tensors are in RAM: each step copies them to the GPU, which cannot be captured.
+So the tensors are copied once, when a graph may be captured, and the weight gets its original list back when graphs are dropped
+(`ModelGraphs.release`). The copies are freed when the host removes the LoRA, since the weight then gets another list.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from torch import nn
 from ...failures.describe import is_out_of_memory
 from ...ownership import pack_of
 
-# Those of comfy/weight_adapter that a capture can hold: others look at numbers on the GPU, and the host only logs it if that
-# fails, so that the graph would have no LoRA.
+# Adapters of comfy/weight_adapter that can be captured. The others read values from the GPU, which fails in a capture; the host
+# only logs that error, so the graph would lack the LoRA.
 _ADAPTERS = frozenset({"lora", "loha", "lokr", "glora"})
 
 
 class _Copies(list):
-    """Patches with their tensors on a weight's device; `kept_in_ram`: as they were."""
+    """Patches with their tensors on a weight's device; `kept_in_ram`: the original list."""
 
     kept_in_ram: list
 
     def copy(self) -> _Copies:
-        """The pack's tensors take a copy whenever they are brought to a device (`GGMLTensor.to`), themselves as well."""
+        """`GGMLTensor.to` gives its result a copy of `patches`, also where the result is the tensor itself."""
         again = _Copies(self)
         again.kept_in_ram = self.kept_in_ram
         return again
 
 
 def keep_on_device(network: nn.Module, device: torch.device, make_room: Callable[[int], bool]) -> str | None:
-    """Copy LoRA of packed weights to the device. `make_room`: frees so many bytes beside what a call needs, if it can;
-    called if anything is to be copied.
+    """Copy LoRA of packed weights to the device. `make_room`: frees so many bytes in addition to those that a call needs, and
+    returns whether that succeeded; called if anything is to be copied.
 
     Returns:
-        Why a CUDA graph cannot hold them; None: it can, or there are none.
+        Why a CUDA graph cannot apply the LoRA; None: it can, or there is no LoRA.
     """
     carried = [(p, patches) for p, patches in _lists(network) if patches]
     if not carried:
@@ -69,14 +69,14 @@ def keep_on_device(network: nn.Module, device: torch.device, make_room: Callable
 
 
 def release_of(network: nn.Module) -> Callable[[], bool] | None:
-    """What frees the copies, and tells whether there were any; None: there are none."""
+    """A function that frees the copies, and returns whether there were any; None: there are none."""
     has_copies = any(isinstance(patches, _Copies) for _, patches in _lists(network))
     return functools.partial(_put_back, weakref.ref(network)) if has_copies else None
 
 
 def _put_back(reference: weakref.ref[nn.Module]) -> bool:
     network, found = reference(), False
-    for p in network.parameters() if network is not None else ():  # at exit, names of this module are gone: it uses none
+    for p in network.parameters() if network is not None else ():  # at exit, globals of this module are gone: use none
         if hasattr(patches := vars(p).get("patches"), "kept_in_ram"):
             p.patches, found = patches.kept_in_ram, True
     return found
@@ -100,7 +100,7 @@ def _bytes_elsewhere(patches: list, device: torch.device) -> int:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a patch holds with its tensors changed. The host's LoRA share its adapters, so they are copied."""
+    """A copy of `value` with its tensors changed. Adapters are copied, too, as all patchers of the host share one."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
@@ -114,7 +114,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _is_hosts(value: Any) -> bool:
-    """Whether a patch holds data and what the host made alone."""
+    """Whether a patch consists of data and code of the host alone."""
     if isinstance(value, list | tuple):
         return all(map(_is_hosts, value))
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):

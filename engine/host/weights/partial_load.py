@@ -2,15 +2,15 @@
 
 One block computes from one buffer while the next block's weights arrive in the other. Life cycle of a buffer (`Slot`):
 
-1. `Slots.take`, for a block that fetches. A block that was skipped, and still holds the buffer, loses it. `grow` makes room.
-2. `copy`: the copying stream waits for the end of the last use (`_free`), copies, and records `_ready`.
-3. `wait`, when the block runs: the computing stream waits for `_ready`.
-4. `free`, after the block, or when the run was cancelled: the computing stream waits for the copy and records `_free`.
-5. `finish`, after the run: the CPU waits until no copy is under way. Nowhere else does the CPU wait.
+1. `Slots.take`, for a block that fetches. A block that still holds the buffer was skipped, and loses it (`lose_slot`).
+2. `copy`: the copy stream waits for the end of the last use (`_free`), copies, and records `_ready`.
+3. `wait`, when the block runs: the compute stream waits for `_ready`.
+4. `free`, after the block, or when the run was cancelled: the compute stream waits for the copy and records `_free`.
+5. `finish`, after the run: the CPU waits until no copy is in flight. The CPU waits nowhere else.
 
-A copy that nobody waits for (the run was cancelled, a block's turn was skipped) still runs: a buffer is given up only after the
-computing stream has been told to wait for the copy, and the sources are kept alive until the copy has ended. The host registers
-its pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads that memory.
+A copy whose block never runs (the run was cancelled, or the block was skipped) still completes. So a buffer is freed only after
+the compute stream waits for the copy, and the sources are kept alive until the copy has ended: the host registers its pinned
+memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads that memory.
 """
 
 import weakref
@@ -24,12 +24,12 @@ from .dynamic_vram import parameter
 
 _ALIGNMENT = 256  # compiled kernels assume the alignment that the allocator gives
 QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
-# PyTorch's classes of weights that are copied as they are.
+# PyTorch's classes of weights, whose `to` only copies.
 KNOWN: set[type] = {torch.Tensor, nn.Parameter}
 
 
 class Elsewhere(NamedTuple):
-    """A parameter of `module` that is on another device, or has functions (LoRA) to apply."""
+    """A parameter of `module`, of which some parameter is on another device or has functions (LoRA) to apply."""
 
     module: nn.Module
     name: str
@@ -44,12 +44,12 @@ class Elsewhere(NamedTuple):
 
 
 def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]:
-    """The parameters of `block` that must be put in place; those of other packs' classes (GGUF) are left to `PackedWeights`."""
+    """The parameters of `block` to put in place; `PackedWeights` handles modules with weights of other packs' classes."""
     elsewhere = []
     for module in block.modules():
         if "_v" in module.__dict__:
             continue
-        # A tensor on `meta` has no values that could be copied: blocks read no values of such a tensor.
+        # A tensor on `meta` has no values to copy, and blocks read none.
         tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None and not p.is_meta]
         if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
             elsewhere += tensors
@@ -82,7 +82,7 @@ class StreamedTensors:
     def fetch(self) -> None:
         if self._slot is None and self.bytes and self._device.type == "cuda":
             sources = self._sources()
-            if not sources:  # another pack's block swap has moved the block
+            if not sources:  # another pack's block swap has moved the block to the device
                 self.bytes = 0
                 return
             self._slot = _slots_on(self._device).take(self, self.bytes)
@@ -90,7 +90,7 @@ class StreamedTensors:
             self._arrived = {id(source): (source, copy) for source, copy in pairs}
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
-        """The parameters per module, on the device, functions applied."""
+        """The parameters per module, on the device, with functions applied."""
         if self._slot is not None:
             self._slot.wait()
         placed: dict[nn.Module, dict] = {}
@@ -121,7 +121,7 @@ class StreamedTensors:
             self._slot = None
 
     def lose_slot(self) -> None:
-        """Another block takes the buffer before this block ran: this block's turn was skipped."""
+        """Called when another block takes the buffer: this block was skipped."""
         self._arrived = {}
         self._slot = None
 
@@ -140,19 +140,19 @@ class Slot:
 
     def grow(self, size: int) -> None:
         if size > self._buffer.numel():
-            # Both buffers belong to the current stream: whoever gets the old memory uses it after the last copy into it, and
-            # copies into the new buffer wait for what the current stream has queued so far.
+            # Both buffers belong to the current stream: it reuses the old memory after the last copy into it, and copies into
+            # the new buffer wait for the work that the current stream has queued so far.
             self.wait()
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._free.record(torch.cuda.current_stream(self._device))
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Start copying; returns where each tensor will be."""
+        """Start copying; returns the destination of each tensor."""
         copies, offset = [], 0
         self._reading = [(event, sources) for event, sources in self._reading if not event.query()]
         self._stream.wait_event(self._free)
-        self._ready = torch.cuda.Event()  # a new event for each copy: the previous copy may be under way
+        self._ready = torch.cuda.Event()  # a new event for each copy: the previous copy may be in flight
         self._reading.append((self._ready, tensors))
         with torch.cuda.stream(self._stream):
             try:
@@ -169,12 +169,12 @@ class Slot:
         torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def free(self) -> None:
-        self.wait()  # a copy that was never used may be under way
+        self.wait()  # a copy that was never used may be in flight
         self._free.record(torch.cuda.current_stream(self._device))
         self.owner = None
 
     def finish(self) -> None:
-        """Wait on the CPU for all copies: the host may unregister and free their sources in RAM next."""
+        """Block the CPU until all copies have ended: the host may unregister and free their sources in RAM next."""
         self.wait()
         for event, _sources in self._reading:
             event.synchronize()
@@ -200,7 +200,7 @@ class Slots:
         return slot
 
     def finish(self) -> None:
-        """Wait on the CPU for the copies of all slots."""
+        """Block the CPU until the copies of all slots have ended."""
         for slot in self._slots:
             slot.finish()
 

@@ -1,8 +1,8 @@
-"""Decide with the host which weights stay on the device under dynamic VRAM, and announce the buffers of partial loading.
+"""Spread offloaded weights evenly over the blocks under dynamic VRAM, and reserve memory for the buffers of partial loading.
 
-By itself ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
-others for none. If every block has as many bytes to move, the same traffic overlaps with the work of all blocks. Under partial
-loading the host's order stays: a new order on top of what is loaded would leave the layers of both orders on the device.
+ComfyUI keeps the largest layers on the device and streams the rest, so that some blocks wait for nearly all of their weights
+and others for none. If every block has equally many bytes to stream, the same traffic overlaps with the compute of all blocks.
+Under partial loading the host's order stays: with another order, the layers already loaded in the host's order would stay, too.
 """
 
 import functools
@@ -20,19 +20,19 @@ from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
 from ..adapter import host
 
-# Models whose pages were allocated in our order, by device.
+# For each model, the devices on which its pages were allocated in the order of this pack.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
 def spread_weights(executor, model, *args, **kwargs):
-    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): pages are allocated evenly over blocks."""
+    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): pages are allocated evenly over the blocks."""
     override_methods(model, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
     if not host().list_of_layers:
         return executor(model, *args, **kwargs)
     base_model, device = model.model, model.load_device
     if model.is_dynamic() and device not in _paged(base_model) and model.loaded_size() < model.model_size():
-        # Pages are allocated once; afterwards the host only moves the line between kept and paged. While all are there, as when
-        # a prompt without this pack has filled them, no line is needed.
+        # Pages are allocated once, in one order; afterwards the host only moves the watermark. While all weights are loaded, as
+        # when a prompt without this pack has loaded them, the order does not matter.
         _forget_pages(base_model, device)
         _paged(base_model).add(device)
     with nullcontext() if model.is_dynamic() or device.type == "cpu" else _buffers_announced(model):
@@ -42,7 +42,7 @@ def spread_weights(executor, model, *args, **kwargs):
 def override_methods(patcher: Any, methods: type) -> None:
     """Give the patcher a class that inherits from `methods` and from its class, in this order.
 
-    Functions in the patcher's `__dict__` would do less: `copy.copy` copies them to another patcher, still bound to this one.
+    Methods in the patcher's `__dict__` would not do: `copy.copy` copies them to another patcher, still bound to this one.
     """
     kind: Any = type(patcher)
     if not issubclass(kind, methods):
@@ -59,7 +59,7 @@ class EvenLoad:
     """Override a method of a `ModelPatcher` to load evenly under dynamic VRAM, while `spread_weights` is among its wrappers."""
 
     def _load_list(self, *args, **kwargs) -> list:
-        """The host's list (comfy/model_patcher.py) in our order."""
+        """The host's list (comfy/model_patcher.py), with sort keys that spread it over the blocks."""
         items, patcher = super()._load_list(*args, **kwargs), cast(Any, self)  # type: ignore[misc]
         is_for_dynamic = args[0] if args else kwargs.get("for_dynamic")
         is_spread = host().list_of_layers and spread_weights in patcher.get_all_wrappers(WrappersMP.PREPARE_SAMPLING)
@@ -67,13 +67,13 @@ class EvenLoad:
 
 
 def even_ranks(base_model) -> dict[str, tuple[int, int]]:
-    """Layer name -> rank: if the layers up to any rank stay, every block has about as many bytes left to move.
+    """Layer name -> rank: if all layers up to any rank stay on the device, every block has about equally many bytes to stream.
 
     Layers with equally many bytes left are in bit-reversed order of their blocks, so that neighbours are far apart.
     """
     ranks, network = {}, base_model.diffusion_model
     names = {module: ".".join(filter(None, ("diffusion_model", name))) for name, module in network.named_modules()}
-    blocks = list(modules_at(network, plan_for(network)))  # not by path: a patch may have removed blocks
+    blocks = list(modules_at(network, plan_for(network)))  # named by module, not by path: a patch may have removed blocks
     bits = max(1, (len(blocks) - 1).bit_length())
     for index, module in enumerate(blocks):
         prefix = names[module]
@@ -91,15 +91,15 @@ _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before a
 
 
 def _even_by_rank(ranks: dict, items: list) -> list:
-    """Replace `-size` by the rank in the list for dynamic VRAM, which the host then sorts. The first items are kept; an item is
-    (is large, -size, size, name, module, parameters)."""
+    """Replace `-size` by the rank in the list for dynamic VRAM, which the host then sorts: the first layers stay on the device.
+    An item is (is large, -size, size, name, module, parameters)."""
     if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another version of ComfyUI has other items
         return items
     return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
 
 
 def _forget_pages(base_model, device: torch.device) -> None:
-    """Let the host allocate the pages anew: no model runs now, and weights come from RAM or file again."""
+    """Make the host allocate the pages again. Safe, as no model runs now, and weights are loaded again from RAM or file."""
     if base_model.dynamic_vbars.pop(device, None) is None:
         return
     for module in base_model.modules():
@@ -111,9 +111,9 @@ def _forget_pages(base_model, device: torch.device) -> None:
 
 @contextmanager
 def _buffers_announced(patcher) -> Iterator[None]:
-    """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, if not all weights fit.
+    """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, unless all weights fit.
 
-    Each buffer has the size of the largest block, as the host may leave that block in RAM as a whole.
+    Each buffer has the size of the largest block, as the host may leave all of that block in RAM.
     """
     base_model, network = patcher.model, patcher.model.diffusion_model
     free_bytes = comfy.model_management.get_free_memory(patcher.load_device) + patcher.loaded_size()
@@ -126,14 +126,14 @@ def _buffers_announced(patcher) -> Iterator[None]:
         yield
     finally:
         ours.extra = 0
-        if attributes.get("memory_required") is ours:  # else the host has loaded a patch of another pack meanwhile
+        if attributes.get("memory_required") is ours:  # else the host has set an object patch of another pack
             del attributes["memory_required"]
             if ours.original is not None:
                 attributes["memory_required"] = ours.original
 
 
 class _MemoryRequired:
-    """In place of a model's `memory_required`: adds `extra` bytes. With 0 it equals the method, wherever the host keeps it."""
+    """Replace a model's `memory_required`: adds `extra` bytes. With 0, a reference that the host keeps acts as the method."""
 
     def __init__(self, base_model: Any, extra: float):
         self.extra, self._model = extra, weakref.ref(base_model)

@@ -1,7 +1,7 @@
 """Keep some of a model's blocks out of the GPU's memory, as `--blocks_to_swap` of musubi-tuner does.
 
-The host's partial loading keeps what fits; here the host is told that less fits. `host/weights/blocks.py` fetches the layers
-that are not kept, block by block.
+The host's partial loading loads as many layers as fit; `LimitedLoad` lowers that limit. `host/weights/blocks.py` fetches the
+other layers, block by block.
 """
 
 import functools
@@ -21,10 +21,10 @@ MOST_BLOCKS = 1000
 class Swap(NamedTuple):
     """The result of `swap_blocks`."""
 
-    patcher: Any  # a clone; where the host pages weights, the patcher itself
-    blocks: int  # of the model
-    swapped: int  # of these; at most all
-    size: int | None  # bytes kept out of the GPU's memory; None where the host pages weights, which does better
+    patcher: Any  # a clone; under dynamic VRAM the patcher itself
+    blocks: int  # number of blocks of the model
+    swapped: int  # number of these that are swapped, at most all
+    size: int | None  # bytes kept out of the GPU's memory; None under dynamic VRAM, which does better
 
 
 def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
@@ -41,7 +41,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     if patcher.is_dynamic():
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
-    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of an earlier node
+    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # set by an earlier node
     if not swapped:
         return Swap(clone, len(blocks), 0, 0)
     size = sum(map(comfy.model_management.module_size, blocks)) * swapped // len(blocks)

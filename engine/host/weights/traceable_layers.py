@@ -1,16 +1,16 @@
-"""Keep layers of a block traceable (quantised, packed as GGUF), or out of its graph.
+"""Make quantised and packed (GGUF) layers of a block traceable, or keep them out of its graph.
 
 Quantised: with native fp8, mxfp8 or nvfp4 matrix products the host's cast reads `input.params` of a tensor that was quantised
 inside the graph (comfy/ops.py, `cast_bias_weight`), which PyTorch cannot trace: a graph break at every layer. The tensor's own
-dtype and device hold the same values, so they are read instead while blocks run compiled.
+dtype and device are the same, so the cast gets those while blocks run compiled.
 
-Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. In Linear layers of
-ComfyUI-GGUF an operator unpacks them (unpacking.py). In other layers the unpacking is traced if the class only adds attributes
-and methods to PyTorch's tensor: it becomes a kernel of the graph, with a guard on the kind of packing. A layer runs eager
-if its weight's class changes how operations run (`_DISPATCH`), if PyTorch would set no such guard
-(`private.GUARDS_ATTRIBUTES`), or if its unpacking turned out not to compile.
+Packed: weights are tensors of another pack's class, which the layer's forward unpacks. In Linear layers of ComfyUI-GGUF an
+operator unpacks the weight (unpacking.py). In other layers the unpacking is traced if the class only adds attributes and
+methods to PyTorch's tensor: the unpacking becomes a kernel of the graph, with a guard on the kind of packing. A layer runs
+eager if its weight's class changes how operations run (`_DISPATCH`), if PyTorch would set no such guard
+(`private.GUARDS_ATTRIBUTES`), or if its unpacking has failed to compile.
 
-Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
+Eager: these layers break the graph, and the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
 """
 
 from collections.abc import Iterable
@@ -40,12 +40,12 @@ _DISPATCH = ("__torch_function__", "__torch_dispatch__")
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether some weight of the layer is of another pack's class."""
+    """Whether a weight of the layer has a class of another pack."""
     return not all(is_known(p) for p in module._parameters.values() if p is not None)
 
 
 def can_be_traced(module: nn.Module) -> bool:
-    """Whether PyTorch can look into the layer's unpacking."""
+    """Whether Dynamo can trace the layer's unpacking."""
     foreign = [p for p in module._parameters.values() if p is not None and not is_known(p)]
     is_told_apart = len(foreign) < 2 or all(p.is_floating_point() for p in foreign) or private.GUARDS_ATTRIBUTES
     if type(module) in untraceable or not (is_told_apart or _is_hosts(module) or has_known_unpacking(module)):
@@ -59,7 +59,7 @@ def _is_hosts(module: nn.Module) -> bool:
 
 
 def _exclude_packed_layers(block: nn.Module) -> bool:
-    """After a block failed to compile: have its packed layers run eager from now on; returns whether there are any."""
+    """After a block failed to compile: run its packed layers eager from now on; returns whether there are any."""
     classes = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
     untraceable.update(classes)
     if classes:
@@ -71,11 +71,11 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 
 
 class PackedWeights:
-    """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`.
+    """For a call, copy packed weights to the device, still packed, in layers that `can_be_traced`.
 
-    The host's own layers (norms) compute with a packed weight as it is. Their results would have its class too, whose methods
-    PyTorch cannot trace: so for a call these layers get weights of PyTorch's class. They hold packed weights where the host has
-    assigned the tensors of a GGUF file to its layers, as under dynamic VRAM (comfy/sd.py, `assign`).
+    The host's own layers (norms) compute directly with a weight of the pack's class. Their results would have that class, too,
+    whose methods PyTorch cannot trace: so for a call these layers get weights of PyTorch's class. The host's layers hold packed
+    weights where the host has assigned the tensors of a GGUF file to them, as under dynamic VRAM (comfy/sd.py, `assign`).
 
     Attributes:
         unpacked: layer -> its `LayerWeight`, for layers in which an operator unpacks the weight.
@@ -108,7 +108,7 @@ _host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
 
 
 def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):
-    """Call the host's function. While this one is installed in its place, a quantised `input` goes as its dtype and device."""
+    """Call the host's function; while this replacement is installed, pass dtype and device instead of a quantised `input`."""
     if isinstance(input, QUANTIZED) and comfy.ops.cast_bias_weight is cast_bias_weight:
         dtype = input.dtype if dtype is None else dtype
         bias_dtype = dtype if bias_dtype is None else bias_dtype
@@ -123,14 +123,14 @@ _has_quantized = PerModel(lambda network: any(isinstance(p, QUANTIZED) for p in 
 
 def traceable_casts(network) -> AbstractContextManager:
     """A context in which casts of quantised layers can be traced; does nothing for a model without such layers."""
-    # Another pack's replacement of the function stays in charge.
+    # If another pack has replaced the function, leave that.
     if _has_quantized(network) and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
         return _scope.applied(cast=cast_bias_weight)
     return nullcontext()
 
 
 class EagerLayers:
-    """Some layers of one block, kept out of its graphs while the block runs."""
+    """Keep some layers of a block out of its graphs while the block runs."""
 
     needed, paged, in_pages = True, False, False  # as the attributes of `BlockWeights`
 

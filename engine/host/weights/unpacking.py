@@ -1,10 +1,10 @@
-"""Unpack the weights of ComfyUI-GGUF's Linear layers by an operator, outside of the graphs of the blocks.
+"""Unpack the weights of ComfyUI-GGUF's Linear layers by a custom op, outside of the graphs of the blocks.
 
-If it were traced with the block, the unpacking of every layer would be lowered once more for each mixture of packings in a
-block, and once more for the first LoRA. With the operator `torch_compile_kit::unpack` a block's graph is the plain model's:
+Traced with the block, the unpacking of every layer would be compiled again for each mixture of packings in a block, and again
+for the first LoRA. With the custom op `torch_compile_kit::unpack` a block has the same graph as in the unpacked model:
 
-1. `BlockWeights.place` gives each layer a number, and a `forward_comfy_cast_weights` that asks the operator for the weight.
-2. The operator finds the layer by its number, and calls its `get_weight`, which unpacks and applies LoRA, as the pack wrote it.
+1. `BlockWeights.place` gives each layer a number, and a `forward_comfy_cast_weights` that gets the weight from the op.
+2. The op finds the layer by its number, and calls the pack's own `get_weight`, which unpacks and applies LoRA.
 3. In place of the pack's `dequantize_tensor`, `get_weight` calls code that is compiled once for each packing, as a block is.
 """
 
@@ -44,13 +44,13 @@ unpack.register_fake(lambda number, shape, dtype, device: torch.empty(shape, dty
 
 
 def forward_unpacked(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """In place of a layer's `forward_comfy_cast_weights`."""
+    """Replaces a layer's `forward_comfy_cast_weights`."""
     weight = unpack(getattr(self, _NUMBER), (self.out_features, self.in_features), input.dtype, input.device)
     return nn.functional.linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
 
 
 class LayerWeight:
-    """The weight of one layer."""
+    """Unpacks the weight of one layer."""
 
     def __init__(self, layer: Any):
         self.settings = CompileSettings()
@@ -79,7 +79,7 @@ class LayerWeight:
         return self._get_weight(layer, layer.weight, dtype)
 
     def _dequantize(self, tensor: Any, dtype: torch.dtype, inner: Any = None) -> torch.Tensor:
-        """In place of the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
+        """Replaces the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
         call, kind, whole = monitor.calls[-1].call if monitor.calls else None, tensor.tensor_type, self._whole
         is_known = inner in (None, "target") or isinstance(inner, torch.dtype)  # a development branch passes settings there
         if call is None or not is_known or kind not in whole.__globals__["dequantize_functions"]:
@@ -100,10 +100,10 @@ weight_of = PerModel(LayerWeight)
 
 
 class _Packing(nn.Module):
-    """Unpacks rows, each of them the bytes of numbers that share a scale.
+    """Unpacks rows; a row is the bytes of the numbers that share a scale.
 
     Attributes:
-        agrees: with the pack's `dequantize_tensor`, which in a fork may do more; None: not compared yet.
+        agrees: whether the result equals the pack's `dequantize_tensor`, which in a fork may do more; None: not compared yet.
     """
 
     def __init__(self, names: dict[str, Any], kind: Any, inner: torch.dtype | None, dtype: torch.dtype):
@@ -160,5 +160,5 @@ def has_known_unpacking(layer: Any) -> bool:
     ):
         return False
     weight, bias = (getattr(p, "tensor_type", None) in names["dequantize_functions"] for p in (layer.weight, layer.bias))
-    forward = getattr(type(layer), "forward_comfy_cast_weights", None)  # a fork's does more
+    forward = getattr(type(layer), "forward_comfy_cast_weights", None)  # a fork's forward may do more
     return weight and not bias and getattr(forward, "__module__", None) == getattr(_class_of_pack(layer), "__module__", "")
