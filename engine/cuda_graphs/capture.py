@@ -4,29 +4,29 @@ PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and c
 outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay runs no Python and
 launches no kernels one by one. Python and launches limit the speed of small models; large models gain little.
 
-1. Once a sampling run, and after changes, `ModelState.check_unchanged` notes where the weights are and what the layers hold.
-   If the model has changed, its graphs are dropped. Only calls in which all code is the host's get graphs (ownership.py).
-2. The first call for a key runs the forward, so that Dynamo traces what it needs. If a block ran uncompiled and its code
-   appeared during the call, the next call is the first again: that code has never run, and a capture can neither trace nor
-   load kernels. Shapes of the result are noted.
+1. Once a sampling run, and after changes, `ModelState.check_unchanged` records the weights' addresses and what the layers hold.
+   If any of that has changed, the graphs are dropped. Only calls in which all code is the host's get graphs (ownership.py).
+2. The first call for a key is a warm-up: the forward runs, and Dynamo traces. If a block ran uncompiled and its code became
+   ready during the call, the next call is the warm-up: that code has never run, and a capture can neither trace nor load
+   kernels. The shapes of the result are recorded (`seen`).
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
    under the same lock. The graph is then replayed, which gives the result of this call.
-4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output. After a capture, and in
-   some runs, `_checked` compares a replay with a plain call, once no code is being made. If the two differ, the model gets no
+4. Later calls copy their tensors into the graph's inputs, replay, and return a copy of the output. After a capture, and in some
+   runs, `_checked` compares a replay with a plain call, once no code is being compiled. If the two differ, the model gets no
    graphs any more.
-5. New compiled code (`code`) drops all graphs. A model has at most MAX_GRAPHS: to make room the least recently replayed one
-   is dropped, and if only the call that captured that graph replayed it, its key gets no graph again. A call that cannot be
-   captured is remembered with the reason, and runs without a graph.
+5. New compiled code (`code`) drops all graphs. A model has at most MAX_GRAPHS: the least recently replayed graph is evicted,
+   and if only the call that captured that graph replayed it, its key gets no graph again. A call that cannot be captured runs
+   without a graph; `failures` holds the reason.
 6. Running out of memory drops all graphs and their pool; the call that ran out gets no graph until the weights move. A call
    whose capture failed for another reason, or that keeps memory it has allocated, is not captured again while the layers run
-   the same functions. New compiled code forgets both.
+   the same functions. New compiled code clears both kinds of failures.
 
 Memory. What a capture allocates must be freed within the capture. Under cudaMallocAsync, freeing such a tensor later is at
 best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process if the graph has never run, or
 its memory was given back (CUDAMallocAsyncAllocator.cpp, `free_impl`). So inputs, outputs and cuBLAS's workspaces are allocated
-before the capture; garbage is collected within it only if memory of the capture is left; and after an error the locals of the
-frames that the error has left are dropped. Memory that is still alive then is held by other code, which may free it at any
-time: that memory is kept for good, with its graph (`_kept_for_good`).
+before the capture; garbage is collected within the capture only if memory of the capture is still allocated; and after an error
+the locals of the frames in its traceback are cleared. Memory that is allocated even then is held by other code, which may free
+it at any time: such memory is never freed, nor is its graph (`_kept_for_good`).
 
 Launches of Triton kernels. Triton's launchers ask the driver about each pointer that is passed as a tensor
 (triton/backends/nvidia/driver.py, `getPointer`). The driver does not know memory that a running capture has allocated with
@@ -60,7 +60,7 @@ from ..torch_compat import private
 from ..torch_settings import SharedScope
 from .model_state import ModelState
 
-# The launcher of inductor's kernels, and Triton's own, for other kernels: ours and those of others (SageAttention).
+# The launcher of inductor's kernels, and Triton's launcher, for kernels of this pack and of others (SageAttention).
 _LAUNCHERS = {
     "inductor": private.switch("run_of_autotuner", late=True),
     "triton": private.switch("call_of_launcher", late=True),
@@ -91,7 +91,7 @@ def _with_addresses(launcher: Callable) -> Callable:
 MAX_GRAPHS = 8
 # The most keys that `_remember` keeps in each table: of calls seen, and of failures.
 MAX_OTHERS = 256
-NO_ROOM = "too little memory is free"  # a failure of one run
+NO_ROOM = "too little memory is free"  # a failure that the next run clears
 
 
 # PyTorch allows one capture at a time in a process, on all GPUs together (CUDAMallocAsyncAllocator.cpp, `beginAllocateToPool`).
@@ -100,7 +100,7 @@ _capture_lock = threading.Lock()
 
 @contextmanager
 def _all_held(*locks: threading.Lock) -> Iterator[bool]:
-    """Hold those of the locks that are free; yields whether all of them were."""
+    """Hold the locks that are free, without waiting; yields whether all of them were."""
     held = [lock for lock in locks if lock.acquire(blocking=False)]
     try:
         yield len(held) == len(locks)
@@ -131,13 +131,13 @@ class Captured:
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which all graphs of a device are captured, since they share memory.
 
-    The default stream of `torch.cuda.graph` is on the first device that captured: on other devices it records nothing.
+    The default stream of `torch.cuda.graph` is on the first device that captured: on other devices that stream records nothing.
     """
     return torch.cuda.Stream(device)
 
 
 def give_back(device: torch.device | None) -> None:
-    """Give the system the memory of freed graphs.
+    """Make the driver release the memory of freed graphs.
 
     Under cudaMallocAsync the driver keeps that memory for later graphs (CUDA Driver API, `cuDeviceGraphMemTrim`): on an H100,
     all 4 GiB of a freed graph's intermediates, even after PyTorch's cache was emptied.
@@ -154,14 +154,14 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# Each with what its capture allocated and did not free. PyTorch keeps a pointer to a graph whose capture cannot end.
+# Graphs with the memory that their captures did not free. PyTorch keeps a pointer to a graph whose capture cannot end.
 _kept_for_good: list[tuple[torch.cuda.CUDAGraph, list[torch.UntypedStorage]]] = []
 _capturing: list[torch.cuda.CUDAGraph] = []
 
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream, alone: bool) -> Iterator[None]:
-    """As `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
+    """Like `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
 
     PyTorch cannot end an invalid capture, and leaves the thread on the capture's stream; under cudaMallocAsync the first tensor
     that is freed then ends the process. `set_sync_debug_mode` applies to the whole process, so it is called only if no other
@@ -195,9 +195,9 @@ def _keep_for_good(graph: torch.cuda.CUDAGraph, left: list[torch.UntypedStorage]
 
 
 def allocate_workspaces(stream: torch.cuda.Stream) -> None:
-    """Have PyTorch allocate the workspaces of cuBLAS and cuBLASLt: it does so at the first product on a stream, and keeps them
-    (ATen/cuda/CublasHandlePool.cpp). In a capture that fails they would be memory that no graph ever allocates: later captures
-    get the same addresses for something else."""
+    """Make PyTorch allocate the workspaces of cuBLAS and cuBLASLt, which it does at the first product on a stream, for good
+    (ATen/cuda/CublasHandlePool.cpp). Workspaces that a failed capture allocates would be memory that no graph ever allocates:
+    later captures get the same addresses for other tensors."""
     with torch.cuda.stream(stream):
         one = torch.ones(16, 16, device=stream.device)
         torch.mm(one, one)
@@ -233,7 +233,7 @@ _TENSORS = frozenset({id(torch.Tensor), id(nn.Parameter)})  # a type need not be
 
 
 def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
-    """What the running capture has allocated and not freed, found by looking at all tensors of the process."""
+    """Memory that the running capture has allocated and not freed, found by inspecting all tensors of the process."""
     storages: list[torch.UntypedStorage] = []
     kept = {storage.data_ptr() for _graph, left in _kept_for_good for storage in left}
     objects = gc.get_objects()  # a million or more
@@ -241,16 +241,16 @@ def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
         with suppress(RuntimeError):  # the tensor has no memory: another thread traces with it
             if tensor.device == device and tensor.data_ptr() and not _is_allocated(tensor.data_ptr()):
                 storage = tensor.untyped_storage()
-                # A storage that is not resizable is not PyTorch's: it is pages of dynamic VRAM, which may not be there.
+                # A storage that is not resizable is not PyTorch's: its memory is pages of dynamic VRAM, maybe evicted.
                 if storage.resizable() and storage.data_ptr() not in kept:
                     storages.append(storage)
     return storages
 
 
 def _left_by_capture(device: torch.device, may_free: bool) -> list[torch.UntypedStorage]:
-    """What the running capture has allocated and not freed; if `may_free`, garbage is collected first.
+    """Memory that the running capture has allocated and not freed; if `may_free`, garbage is collected first.
 
-    PyTorch's `memory_allocated` does not tell: the driver counts no memory of a capture.
+    PyTorch's `memory_allocated` cannot tell: the driver counts no memory of a capture.
     """
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return []
@@ -263,7 +263,7 @@ def _left_by_capture(device: torch.device, may_free: bool) -> list[torch.Untyped
 
 
 def _drop_locals(error: BaseException | None, dropped: set[int]) -> None:
-    """Drop the locals of the frames that an error, its cause and its context have left; `dropped`: ids of errors to skip."""
+    """Clear locals of the frames in the tracebacks of an error, its cause and its context; `dropped`: ids of errors to skip."""
     if error is None or id(error) in dropped:
         return
     dropped.add(id(error))
@@ -317,13 +317,13 @@ class ModelGraphs:
 
     Args:
         graphs: ordered by their last replay.
-        seen: keys of calls that have run without a graph, and so are compiled; each with `_without_data` of the result.
-        failures: why a call is not captured.
-        release: frees what is kept on the GPU beside the graphs' own memory, and tells whether it did; None: nothing is.
+        seen: keys of calls that have been warmed up; each with `_without_data` of the result.
+        failures: key -> why the call is not captured.
+        release: frees GPU memory outside the graphs (copies of LoRA), and returns whether it freed any; None: there is none.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many replays were compared; `differences`: how many of them differed.
         _costs: seconds of each capture, until its check.
-        _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
+        _functions_of_failures: for failures that last when the weights move, the functions that the layers ran.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -343,12 +343,12 @@ class ModelGraphs:
     _never_replayed: set[Hashable] = field(default_factory=set)
 
     def drop(self) -> None:
-        """Free the graphs' memory, which others need. Without what is released nothing more is captured in this run."""
+        """Free the graphs' memory for other models. If `release` has freed any, this run captures no more graphs."""
         self.forget()
         self._release()
 
     def forget(self) -> None:
-        """The graphs are of no use any more; what was kept beside them is for the next ones."""
+        """Free stale graphs; memory that `release` would free stays, for the next graphs."""
         self._free_graphs()
         self.seen.clear()
         functions = self._functions_of_failures
@@ -370,7 +370,7 @@ class ModelGraphs:
     def new_run(self, is_warming: bool) -> None:
         self.model.new_run()
         self.failures = {key: reason for key, reason in self.failures.items() if reason != NO_ROOM}
-        if is_warming:  # its sizes do not take turns, though each is called but once after its graph was captured
+        if is_warming:  # a warmup calls each size once after its capture, but its sizes do not alternate
             self._never_replayed.clear()
 
     def drop_if_stale(
@@ -399,27 +399,27 @@ class ModelGraphs:
         is_compiling: Callable[[], bool] = lambda: False,
         pays: Callable[[float, float], None] | None = None,
     ) -> object:
-        """Replay, capture or run the call, see the module.
+        """Replay, capture or run the call; see the module's docstring.
 
         Args:
-            key: all that the call depends on but the data in tensors: `value_key` of the arguments and more.
+            key: all that the call depends on except tensor data: `value_key` of the arguments and more.
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
-            keep: keeps the weights in place; yields whether all are where the graphs expect them.
-            make_room: has memory freed for what the call computes, and tells whether there is enough; called before a capture,
-                and where a replay lacks memory.
-            code: gives a value, which changes when more of the model has been compiled.
-            ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
-                allowed to begin.
-            is_compiling: whether code is being made for the model; a plain call may run that code before `code` changes.
-            pays: told once for each capture how many seconds it has taken with its check, and how many fewer each replay takes
-                than a plain call. None: nobody asks.
+            keep: pins the weights; yields whether all are where the graphs expect them.
+            make_room: frees memory for the intermediates of the call, and returns whether there is enough; called before a
+                capture, and when a replay runs out of memory.
+            code: returns a value that changes when more of the model has been compiled.
+            ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: whether a block did
+                because no trace was allowed to begin.
+            is_compiling: whether code is being compiled for the model; a plain call may run that code before `code` changes.
+            pays: called once per capture with the seconds that the capture and its check took, and the seconds by which a
+                replay is faster than a plain call. None: nothing is timed.
         """
         self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         device = self.model.device
-        if any(t.device != device for t in tensors):  # a number on the CPU would be a constant of the graph
+        if any(t.device != device for t in tensors):  # a scalar on the CPU would be a constant of the graph
             _remember(self.failures, "device", "an input is on another device")
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
@@ -438,7 +438,7 @@ class ModelGraphs:
                                 captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                                 self.is_check_due = True
                                 _remember(self._costs, key, seconds_when_done(device) - began)
-                            else:  # dynamic VRAM would wait for the GPU in the capture, to take pages: that breaks it
+                            else:  # to evict pages, dynamic VRAM would synchronize, which breaks a capture
                                 self._fails(key, NO_ROOM)
                         if key in self.graphs:
                             self._never_replayed.add(key)
@@ -446,13 +446,13 @@ class ModelGraphs:
                     try:
                         replay = functools.partial(captured.replay, tensors)
 
-                        def run() -> object:  # more than once, with containers of its own: models take items out of theirs
+                        def run() -> object:  # with new containers in each call: models take items out of them
                             again, named = private.pytree.tree_unflatten(leaves, spec)
                             return forward(*again, **named, **fixed)
 
                         checks, has_other_code = self.checks, lambda: is_compiling() or code() != self.code
                         result = self._checked(_with_room(replay, make_room), run, has_other_code)
-                        if self.differences:  # the model gets no graphs any more; while this one is held, nothing is given back
+                        if self.differences:  # no more graphs for this model; a reference would keep the memory
                             captured = None
                             del replay
                             self.drop()
@@ -470,7 +470,7 @@ class ModelGraphs:
         before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._drop_if_code_is_new(code())
-        # Else there is code now that has never run, or is to be made by a call that is not replayed.
+        # Else some code has never run, or is yet to be traced by a call without a graph: the next call is a warm-up again.
         if not lacks_trace() and (self.code == before or not ran_uncompiled()):
             _remember(self.seen, key, _without_data(result))
         return result
@@ -504,8 +504,8 @@ class ModelGraphs:
     def _judge(
         self, cost: float, run: Callable[[], object], replay: Callable[[], object], pays: Callable[[float, float], None]
     ) -> None:
-        """Tell `pays` what a replay saves, right after a check: the first plain call after a capture allocates anew, and the
-        first replay of a graph takes longer, too."""
+        """Time a plain call and a replay for `pays`; right after a check, as the first plain call after a capture allocates its
+        memory again, and the first replay of a graph takes longer, too."""
         try:
             with self._own_random_numbers():
                 plain, replayed = (_seconds_of(call, self.model.device) for call in (run, replay))
@@ -516,7 +516,7 @@ class ModelGraphs:
         pays(cost + 2 * plain, plain - replayed)
 
     def _own_random_numbers(self) -> AbstractContextManager[None]:
-        """A replay has drawn the random numbers of its call; what runs in this context must not draw them again."""
+        """A context that restores the states of the random generators, which the replay has advanced for this call."""
         device = self.model.device
         return torch.random.fork_rng([device] if device is not None and device.type == "cuda" else [])
 
@@ -525,7 +525,7 @@ class ModelGraphs:
             self.code = code
             self._free_graphs()
             self.seen.clear()
-            self.failures.clear()  # what could not be captured may have been uncompiled
+            self.failures.clear()  # a capture may have failed because blocks ran uncompiled
             self._functions_of_failures.clear()
 
     def _free_graphs(self) -> None:
@@ -547,7 +547,7 @@ class ModelGraphs:
         self._free_graphs()
         self.seen.clear()
         self._pool = None
-        fails = self._fails_for_good if self._release() else self._fails  # the next run has other copies: a change of weights
+        fails = self._fails_for_good if self._release() else self._fails  # the next copies count as changed weights
         fails(key, reason)
 
     def _fails(self, key: Hashable, reason: str) -> None:
@@ -557,7 +557,7 @@ class ModelGraphs:
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
     ) -> Captured | None:
-        """Capture the call, without running it; None if that fails. A graph that serves this call alone is not stored."""
+        """Capture the call without running it; None if that fails. A graph that only this call may replay is not stored."""
         device = self.model.device
         stream = capture_stream(device)
         left: list[torch.UntypedStorage] = []
@@ -579,7 +579,7 @@ class ModelGraphs:
                         try:
                             result = forward(*args, **kwargs, **fixed)
                             output = _copied_into(buffers, result)
-                        except BaseException as error:  # the host's interrupt is no Exception
+                        except BaseException as error:  # the host's interrupt is not an Exception
                             failed = error
                         may_free = _may_free(stream)
                         if may_free:
@@ -587,7 +587,7 @@ class ModelGraphs:
                             _drop_locals(failed, {id(sys.exc_info()[1])})
                         left = _left_by_capture(device, may_free)
                     if left and failed is not None:
-                        graph.replay()  # the code that holds the tensors that are left may read them
+                        graph.replay()  # other code holds these tensors and may read them
                         torch.cuda.synchronize(device)
                 except RuntimeError:
                     is_kept = True
@@ -598,7 +598,7 @@ class ModelGraphs:
                     if failed is not None:
                         raise failed
         except Exception as error:
-            failed = None  # else this frame and the traceback, which holds the model, would keep each other alive
+            failed = None  # break the reference cycle of this frame and the traceback, which holds the model
             if never_swallowed(error) and not is_out_of_memory(error):
                 raise
             torch.cuda.synchronize(device)
@@ -624,7 +624,7 @@ class ModelGraphs:
 
 
 def _with_room(replay: Callable[[], object], make_room: Callable[[], object]) -> object:
-    """The driver may have given a graph's memory to others since the last replay: try again with room for it."""
+    """Replay; retry after `make_room`, as the driver may have reused a graph's memory since the last replay."""
     try:
         return replay()
     except RuntimeError as error:
@@ -635,7 +635,7 @@ def _with_room(replay: Callable[[], object], make_room: Callable[[], object]) ->
 
 
 def _seconds_of(run: Callable[[], object], device: torch.device | None) -> float:
-    """Seconds until the device has done it."""
+    """Seconds until the device has finished `run`."""
     device = device or torch.device("cpu")
     began = seconds_when_done(device)
     run()
@@ -643,7 +643,7 @@ def _seconds_of(run: Callable[[], object], device: torch.device | None) -> float
 
 
 def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:
-    """Put an entry last, and remove the first entries beyond MAX_OTHERS."""
+    """Put an entry last, and evict the oldest entries beyond MAX_OTHERS."""
     table.pop(key, None)
     table[key] = value
     while len(table) > MAX_OTHERS:

@@ -1,4 +1,4 @@
-"""Make keys of what a call depends on beside tensors; keys are equal only if the host's code cannot tell the calls apart."""
+"""Make keys of all that a call depends on except tensor data; equal keys: the host's code cannot tell the calls apart."""
 
 import enum
 import functools
@@ -13,14 +13,14 @@ from ..per_model import Same
 
 
 class NoKey(Exception):
-    """The state of an object cannot be compared with an earlier one; the message names its class."""
+    """The state of an object cannot be compared with an earlier state; the message names the class."""
 
 
 def value_key(value: Any, inputs: bool = False) -> Hashable:
     """A key by value of numbers, strings, dtypes and containers of them, by identity of functions and classes.
 
-    `inputs`: whether to accept tensors in lists, tuples and dicts, as inputs of the graph: all but their data counts. NoKey if
-    `value` holds another object, which could change in place or be replaced at the same address.
+    `inputs`: whether to accept tensors in lists, tuples and dicts, as inputs of the graph, by all properties but their data.
+    NoKey if `value` holds any other object, which could change in place or be replaced at the same address.
     """
     cls = type(value)
     if cls in PLAIN:
@@ -35,7 +35,7 @@ def value_key(value: Any, inputs: bool = False) -> Hashable:
         return cls, frozenset(map(value_key, value))
     if cls is functools.partial:
         return cls, value_key((value.func, value.args, value.keywords))
-    # Enumerations of pybind11 are no `enum.Enum`. What a function closes over may change, unless the function is ours.
+    # Enumerations of pybind11 are not `enum.Enum`. What a function closes over may change, unless the function is ours.
     is_plain_function = cls is types.FunctionType and (not value.__closure__ or is_ours(value))
     if is_plain_function or isinstance(value, enum.Enum | type | types.BuiltinFunctionType) or hasattr(cls, "__members__"):
         return Same(value)

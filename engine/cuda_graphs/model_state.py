@@ -1,4 +1,4 @@
-"""Tell whether a model is as it was when its CUDA graphs were captured."""
+"""Detect whether a model has changed since its CUDA graphs were captured."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils.hooks import RemovableHandle
 from ..ownership import GLOBAL_HOOKS, address_of, addresses_in, is_ours, survey_of
 from ..per_model import Same
 
-# Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
-# and those of layers that it does not page, again for each run.
+# A weight up to this size is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
+# and weights of layers that are not paged, again for each run.
 SMALL = 2**20
-# How often a model is looked at in a run: LoRA that change within the run move weights a few times, but some models change in
-# each call, since they keep its tensors (Cosmos-Predict2) or are given other weights.
+# The most checks of a whole model in one run: LoRA that change within the run move weights a few times, but some models change
+# in each call, since they keep tensors of the call (Cosmos-Predict2) or are given other weights.
 MOST_LOOKS = 8
 
 
 @dataclass
 class ModelState:
-    """The model as it was when the graphs were captured, and what of it forbids replays in this sampling run: `obstacle`, or
-    `foreign`, the first pack whose code is in the network. `functions`: what the layers run. `lora_looked_at`: LoRA of packed
-    weights have been copied in this run, if they can be."""
+    """The state of a model at the capture of its graphs. Replays in this sampling run are forbidden by `obstacle`, a reason, or
+    `foreign`, the first pack whose code is in the network. `functions`: those that the layers run. `lora_looked_at`: LoRA of
+    packed weights have been copied in this run, if possible."""
 
     device: torch.device | None = None
     obstacle: str | None = None
@@ -38,7 +38,7 @@ class ModelState:
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        """Called when a sampling run starts and ends: weights may have moved, and the glance holds references to layers."""
+        """Called when a sampling run starts and ends: weights may have moved, and `_Glance` holds references to layers."""
         self._glance = self.obstacle = self.foreign = None
         self._looks, self.lora_looked_at = 0, False
 
@@ -49,8 +49,8 @@ class ModelState:
     def check_unchanged(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
-        """Called before each call. Looks at the whole model once a sampling run, and again if the glance shows a change; calls
-        `forget` if the model has changed. `places`: gives where the host pages the weights of a layer, None for other layers.
+        """Called before each call. Checks the whole model once a sampling run, and again if `_Glance` shows a change; calls
+        `forget` if the model has changed. `places`: returns where the pages of a layer are, None for a layer without pages.
         """
         if self.foreign is not None or self._looks > MOST_LOOKS:
             return
@@ -64,7 +64,7 @@ class ModelState:
         modules = [module for _, module in named]
         self.device, survey = device, survey_of(modules)
         self.foreign = survey.pack
-        if self.foreign is not None:  # graphs are for a later run without that code
+        if self.foreign is not None:  # the graphs are kept for a run without that code
             return
         now: list[Hashable] = [device, *survey.values]
         copies: dict[tuple[str, str], torch.Tensor] = {}
@@ -81,7 +81,7 @@ class ModelState:
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
                     now.append(address_of(tensor))
         functions = [value for value in survey.values if isinstance(value, Same)]
-        if functions != self.functions:  # else the same list, so that nobody compares its elements again
+        if functions != self.functions:  # else keep the list: host/graphs/replay.py compares it by identity
             self.functions = functions
         if self._known != now:
             forget()
@@ -90,13 +90,13 @@ class ModelState:
 
 
 class _Glance:
-    """Tell at little cost whether a network may have changed, by its modules and weights, how many attributes each module has,
-    hooks, callables set on the network itself, and tensors beside weights."""
+    """Detect cheaply whether a network may have changed, by identities of modules and weights, the number of attributes of each
+    module, hooks, callables set on the network itself, and addresses of tensors that are not weights."""
 
     def __init__(self, modules: list[nn.Module], tensors: list[tuple[Callable, str]]):
         self._own, *self._entries = dicts = [*map(vars, modules)]  # the network's own first
         tables = [entries[name] for entries in dicts for name in ("_modules", "_parameters", "_buffers")]
-        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are none
+        self._tables = [table for table in tables if table and isinstance(table, dict)]  # `torch.jit` has other types
         self._empty = [table for table in tables if not table and isinstance(table, dict)]
         self._hooks = [entries[name] for entries in dicts for name in ("_forward_hooks", "_forward_pre_hooks")] + GLOBAL_HOOKS
         self._tensors = tensors
@@ -104,7 +104,7 @@ class _Glance:
         self._seen = self._look()
 
     def shows_no_change(self) -> bool:
-        before, self._handles = self._handles, RemovableHandle.next_id  # counts the hooks of the process
+        before, self._handles = self._handles, RemovableHandle.next_id  # `next_id` counts all hooks of the process
         if before != self._handles and sum(map(len, self._hooks)) != self._count:
             return False
         return self._look() == self._seen
@@ -120,8 +120,8 @@ class _Glance:
 
 
 def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """Put a copy in the tensor's place, since the tensor may be the one that the host restores."""
-    with torch.inference_mode(tensor.is_inference()):  # compiled code tells inference tensors from others
+    """Replace the tensor by a copy, into which later runs copy: the tensor itself may be the one that the host restores."""
+    with torch.inference_mode(tensor.is_inference()):  # guards distinguish inference tensors from others
         if copy is None or _layout(copy) != _layout(tensor):
             copy = tensor.detach().clone()
         elif copy.data_ptr() != tensor.data_ptr():
