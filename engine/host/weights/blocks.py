@@ -167,7 +167,7 @@ def _casts(layer: nn.Module) -> bool:
 
 
 def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Copy `_DEFAULTS` from a layer's class to the layer, as guards distinguish the two; returns the attributes that were set."""
+    """Copy `_DEFAULTS` from a layer's class to the layer, as guards distinguish the two; returns which were set."""
     missing = [(m, name) for m in layers for name in _DEFAULTS if name not in m.__dict__ and hasattr(type(m), name)]
     for layer, name in missing:
         value = getattr(type(layer), name)

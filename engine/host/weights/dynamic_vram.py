@@ -178,8 +178,8 @@ class AllPages:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which other allocations evict none of the pages. Pins alone do not suffice: dynamic VRAM does not stop at
-        pinned pages, and would free all when they are unpinned (comfy-aimdo, src/model-vbar.c, `vbars_free`, `vbar_unpin`)."""
+        """A context in which other allocations evict none of the pages. Pins alone do not suffice: dynamic VRAM does not stop
+        at pinned pages, and frees all when they are unpinned (comfy-aimdo, src/model-vbar.c, `vbars_free`, `vbar_unpin`)."""
         vbar = self._layers[0]._v[0]
         set_limit = getattr(vbar, "set_watermark_limit", lambda _size: None)
         set_limit(self._end - vbar.base_addr)
