@@ -1,1 +1,1 @@
-"""Replay calls of the host's model from CUDA graphs where that pays. May import: `host/weights` and what is below it."""
+"""Replay calls of the host's model from CUDA graphs where that pays. May import: `host/weights` and the floors below."""

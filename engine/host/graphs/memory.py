@@ -1,9 +1,9 @@
-"""The memory that CUDA graphs hold: free it where the host's models need it, and free others' where a capture does.
+"""Free the memory of CUDA graphs when the host's models need it, and that of idle models when a capture or a replay needs it.
 
-A graph keeps the memory that its call computes in (SDXL at batch 1: 0.6 GiB), also while its model does not run, and PyTorch
-counts most of that as free. With cudaMallocAsync it is the driver's, for which dynamic VRAM gives no page up: pages of models
-that do not run fill the card, so a capture fails, and a replay where the driver has given the memory to others meanwhile. Where
-graphs leave too little memory for pages nothing fails: weights are streamed.
+A graph keeps the memory for its call's intermediates (SDXL at batch 1: 0.6 GiB), also while its model is idle, and PyTorch
+counts most of that memory as free. With cudaMallocAsync that memory is the driver's, for which dynamic VRAM evicts no page:
+when pages of idle models fill the card, a capture fails, and so does a replay if the driver has reused the graph's memory. When
+graphs leave too little memory for pages, nothing fails: weights are streamed.
 """
 
 import functools
@@ -24,12 +24,12 @@ from ..weights.blocks import Loaded
 
 
 def is_short_of_memory(device: torch.device) -> bool:
-    """Whether less than a quarter of a card's memory is left beside the models that run."""
+    """Whether the models that run leave less than a quarter of the card's memory free."""
     return device.type == "cuda" and _free_beside_models(device) < torch.cuda.mem_get_info(device)[1] / 4
 
 
 def _free_beside_models(device: torch.device) -> float:
-    """Bytes that are free once the weights of the models that are sampled are in memory, as pages of others can be taken."""
+    """Free bytes once all weights of the models being sampled are in memory; pages of idle models count as free."""
     if device.type != "cuda":
         return math.inf
     free = torch.cuda.mem_get_info(device)[0]
@@ -42,8 +42,8 @@ def _free_beside_models(device: torch.device) -> float:
 
 
 def _loaded(device: torch.device) -> Iterator[tuple[Any, Any, bool]]:
-    """The patchers that the host has loaded, each with its pages of dynamic VRAM, or None, and whether it runs: a guider of two
-    models loads them one after the other, and what decodes a preview comes between."""
+    """Each patcher that the host has loaded, with its pages of dynamic VRAM or None, and whether it runs. `currently_used` does
+    not suffice: a guider of two models loads one after the other, and the decoder of a preview is loaded in between."""
     for one in comfy.model_management.current_loaded_models:
         patcher = one.model
         if patcher is not None and one.device == device:
@@ -52,7 +52,7 @@ def _loaded(device: torch.device) -> Iterator[tuple[Any, Any, bool]]:
 
 
 def _idle_graphs(device: torch.device) -> list[tuple[nn.Module, ModelGraphs]]:
-    """Those of models that do not run. A ControlNet's patcher holds the network itself."""
+    """The graphs of idle models, by network. A ControlNet's patcher holds the network itself."""
     running = [getattr(patcher.model, "diffusion_model", patcher.model) for patcher, _pages, runs in _loaded(device) if runs]
     of_device = [(network, graphs) for network, graphs in graphs_of.items() if graphs.model.device == device]
     holding = [(network, graphs) for network, graphs in of_device if graphs.hold_memory]
@@ -60,7 +60,7 @@ def _idle_graphs(device: torch.device) -> list[tuple[nn.Module, ModelGraphs]]:
 
 
 def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Without the memory a prompt goes on."""
+    """Log errors of `function` and return False: without the memory the prompt goes on."""
 
     @functools.wraps(function)
     def run(*args, **kwargs):
@@ -75,9 +75,9 @@ def _never_fails(function: Callable[..., bool]) -> Callable[..., bool]:
 
 @_never_fails
 def make_room(loaded: Loaded, inputs: tuple, beside: int = 0) -> bool:
-    """Free memory for the capture of a call, or a replay: what PyTorch keeps for itself, pages and graphs of models that do not
-    run. A graph takes about the host's estimate of what a call needs (comfy/model_base.py, `memory_required`); the first tensor
-    of `inputs` is the latent. Returns whether so much is free, `beside` bytes more, and what the host keeps free."""
+    """Free memory for a capture or a replay: first PyTorch's cache, then pages, then graphs of idle models. A graph takes about
+    the host's estimate for a call (comfy/model_base.py, `memory_required`); the first tensor of `inputs` is the latent. Returns
+    whether that much is free, plus `beside` bytes, plus the host's reserve (`minimum_inference_memory`)."""
     device = loaded.device
     if device.type != "cuda":
         return True
@@ -93,28 +93,28 @@ def make_room(loaded: Loaded, inputs: tuple, beside: int = 0) -> bool:
     idle_pages = [pages for _patcher, pages, runs in _loaded(device) if pages is not None and not runs]
     idle_graphs = [(network, graphs) for network, graphs in _idle_graphs(device) if network is not loaded.network]
     if not idle_graphs and lack() > sum(pages.loaded_size() for pages in idle_pages):
-        return False  # they would have to be filled again, for nothing
+        return False  # the pages would have to be filled again, for nothing
     for pages in idle_pages:
         if (bytes_lacking := lack()) > 0:
             pages.free_memory(min(bytes_lacking, pages.loaded_size()))
     for _network, graphs in idle_graphs:
         if lack() > 0:
             graphs.drop()
-            comfy.model_management.soft_empty_cache()  # what was kept beside them
+            comfy.model_management.soft_empty_cache()  # what `drop` has freed to PyTorch's cache
     return lack() <= 0
 
 
 def watch_unloading() -> None:
-    """Wrap what the host loads and unloads models with, until no model has graphs any more: graphs of models that are unloaded,
-    in part or as a whole, are dropped, and those of idle models where the ones that are loaded lack memory.
+    """While any model has graphs, wrap the host's functions that load and unload models: drop the graphs of models that are
+    unloaded, in part or as a whole, and the graphs of idle models when the models being loaded lack memory.
 
     ON_DETACH callbacks do not suffice: the host calls those of the patcher that loaded the model last. If our node is bypassed,
-    or is in another branch of the workflow, that patcher has no callback of this pack. Under dynamic VRAM a model's pages stay
-    in their places when the host takes memory from it, and no model is unloaded for another.
+    or is in another branch of the workflow, that patcher has no callback of this pack. Under dynamic VRAM a model's pages keep
+    their addresses when the host evicts them, and no model is unloaded for another.
     """
     patchers, management, all_graphs = comfy.model_patcher.ModelPatcher, comfy.model_management, graphs_of
 
-    # At exit, when the host deletes patchers, this module's names are gone: these functions use none.
+    # At exit, when the host deletes patchers, this module's globals are gone: these functions use none.
     def drop_of_unloaded(_result, patcher, unpatch_all=True):
         if unpatch_all:
             for network, graphs in all_graphs.items():
@@ -125,7 +125,7 @@ def watch_unloading() -> None:
         drop_of_unloaded(freed, patcher, unpatch_all=freed)
 
     def watch(owner, name, hosts, drop):
-        """Wrap the host's function, again where another pack has replaced the wrapper."""
+        """Wrap the host's function; again if another pack has replaced our wrapper."""
         if is_ours(hosts):
             return
 
@@ -147,8 +147,8 @@ def watch_unloading() -> None:
 
 @_never_fails
 def _drop_of_idle(_result, models=(), *_args, **_kwargs) -> bool:
-    """Drop graphs of models that do not run, where the ones that have just been loaded lack the memory. What they are said to
-    need does not count: a VAE's estimate is of gigabytes, and it runs once, and takes pages or decodes in tiles."""
+    """Drop graphs of idle models if the models just loaded lack memory. The host's estimate for these does not count: a VAE's
+    is gigabytes, but the VAE runs once, and evicts pages or decodes in tiles."""
     required = comfy.model_management.minimum_inference_memory()
     for device in {patcher.load_device for patcher in models}:
         idle = _idle_graphs(device)

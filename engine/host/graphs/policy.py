@@ -1,8 +1,8 @@
-"""Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
+"""Decide for each call of a model whether a CUDA graph replays the call: only where that is possible, and pays.
 
-Graphs pay for UNets. For other models they seem to pay if the GPU waits for the CPU in compiled steps, which is measured; the
-first capture tells whether they do. Eager steps do not tell: in those of Flux the GPU is as far behind with weights in bf16 as
-in INT8, and graphs help only with INT8.
+Graphs always pay for UNets. For other models, `measure` finds whether the GPU waits for the CPU in compiled steps: then graphs
+seem to pay, and the first capture shows whether they do. Eager steps do not show that: in eager steps of Flux the GPU is as far
+behind with bf16 weights as with INT8 weights, and graphs help only with INT8.
 """
 
 import enum
@@ -31,23 +31,23 @@ from ...per_model import PerModel
 from ...settings import CompileSettings
 from ...torch_compat import private
 
-# Graphs pay if the GPU, when the next call begins, works on for less than this part of the time that launching a call takes.
+# Graphs pay if, when the next call begins, the GPU is busy for less than this fraction of the time to launch a call (backlog).
 MAX_BACKLOG = 0.3
-# Of what the host does between two calls, at most this part of the launching time counts: in a preview it may wait for the GPU.
+# At most this fraction of the launch time counts as host work between two calls: in a preview the host may wait for the GPU.
 MOST_BETWEEN = 0.25
 # Calls that are measured. The median counts: on one machine single calls of Flux gave 0.01 to 0.47.
 MEASURED_CALLS = 3
-# A capture has to be saved back within so many calls: a LoRA, a size or a prompt length that has changed needs another one. For
-# Flux on H200s whose processors are slow it took 0.4 to 0.8 s, and a replay saved 0.003 to 0.017 s a call.
+# A capture has to pay off within so many calls: a changed LoRA, size or prompt length needs another capture. For Flux on H200s
+# with slow processors a capture took 0.4 to 0.8 s, and a replay saved 0.003 to 0.017 s a call.
 CALLS_TO_PAY = 40
-# What takes longer than so many times that is believed for good: a busy machine makes a capture take some times as long.
+# A capture that takes over so many times that is refused for good; a smaller excess may come from a busy machine.
 FAR_FROM = 3
-# The GPU's time grows with the size, the CPU's does not: what does not pay for one size may for one so much smaller.
+# The GPU's time grows with the size, the CPU's does not: graphs that do not pay for one size may pay below this fraction of it.
 SMALLER = 0.9
 
 
 class Notes(list[str]):
-    """Sentences of the report about the last run, beside counts. Each is logged once."""
+    """Sentences about the last run, for the report. Each sentence is logged once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Way(enum.Enum):
 
 
 def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.device, size: int, notes: Notes) -> Way:
-    """Choose how a call runs; `notes` gets why graphs that would pay are impossible. `size`: numbers in the latent."""
+    """Choose how a call runs; `notes` gets the reason if graphs would pay but are impossible. `size`: numbers in the latent."""
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
         if obstacle and (settings.wants_graphs or has_convolutions(network)):
@@ -94,8 +94,8 @@ def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.dev
 
 
 def always_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> bool:
-    """Whether all calls are replayed, also before blocks are compiled: true for UNets. Replays more than halve a UNet's steps
-    where the GPU waits for the CPU, and convolutions in a graph are channels_last on any machine (replay.py)."""
+    """Whether all calls are replayed, even before blocks are compiled: true for UNets. Replays more than halve the time of a
+    UNet's steps where the GPU waits for the CPU, and convolutions in a graph are channels_last on any machine (replay.py)."""
     return settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
 
 
@@ -105,7 +105,7 @@ def has_convolutions(network: nn.Module) -> bool:
 
 
 def no_graphs(device: torch.device) -> str | None:
-    """Why work on `device` cannot be captured; an empty text where no user would expect CUDA graphs."""
+    """Why work on `device` cannot be captured, or None; an empty string if no user would expect CUDA graphs there."""
     if device.type != "cuda":
         return ""
     if torch.version.hip:
@@ -132,11 +132,11 @@ class Payoff:
     """Whether graphs pay for a network.
 
     Args:
-        pay_to: they do up to this size of a latent; `not_from`: from this size on the GPU is busy enough without them.
-        saved_to: up to this size a capture in this process was soon saved back; `refused_from`: from this size on one was not.
-        refused_before: from this size on one was not in an earlier process, the last that captured one.
-        ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
-        backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
+        pay_to: graphs pay up to this size of a latent; `not_from`: from this size on the GPU is busy enough without graphs.
+        saved_to: up to this size a capture in this process paid off; `refused_from`: from this size on a capture did not.
+        refused_before: as `refused_from`, in the last earlier process that captured a graph.
+        ran: size -> `ModelCode.compiles` after the last call of that size: the first call with new code is not measured.
+        backlogs: size -> the GPU's backlog after each measured call of that code, as a fraction of the launch time.
     """
 
     pay_to: float = 0
@@ -155,29 +155,29 @@ class Payoff:
 
 
 def _payoff_for(network: nn.Module) -> Payoff:
-    """With what an earlier process has measured."""
+    """With the measurements of an earlier process, if the cache holds any."""
     cache = current()
     kept = _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", "")) if cache is not None else None
-    with suppress(ValueError):  # a file that was made elsewhere
+    with suppress(ValueError):  # the file may be from another machine
         return Payoff(float(kept[1]), float(kept[2]), refused_before=float(kept[3] or math.inf)) if kept else Payoff()
     return Payoff()
 
 
 _KEPT = re.compile(r"pay to (\S+), not from ([^\s,]+)(?:, refused from (\S+))?")
 payoff_of = PerModel(_payoff_for)
-# Structures of which this process has refused a capture: another model of them reads that from disk.
+# Structures whose capture this process has refused: another model of the same structure reads that from disk.
 _refused_here: set[str] = set()
-# For each card, if the call before was measured: whose it was, in which run of the sampler, and when it was over.
+# For each device whose last call was measured: the `Payoff` of its network, the number of the sampling run, and the end time.
 _before: dict[torch.device, tuple[Payoff, int, float]] = {}
 
 
 def forget_last_call(device: torch.device) -> None:
-    """A call that was not measured lies between the last measured one and the next."""
+    """Called after a call that was not measured, and so lies between the last measured call and the next."""
     _before.pop(device, None)
 
 
 def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
-    """Make a call. If it is not the first of its code and size, measure for how long the GPU would be busy in the next call."""
+    """Make a call. If it is not the first of its code and size, measure how long the GPU would be busy in the next call."""
     payoff, code = payoff_of(network), code_of(network)
     compiles, called, before = code.compiles, time.perf_counter(), _before.pop(device, None)
     torch.cuda.synchronize(device)
@@ -192,13 +192,13 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
         if call.ran:
             payoff.ran[size] = code.compiles
         return result
-    if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
+    if call.uncompiled or not call.ran or code.compiles != compiles:  # `not ran`: a step cache has skipped the call
         return result
     launching = max(launched - began, 1e-9)
     between = 0.0
     if before is not None and before[:2] == (payoff, code.runs):
         between = min(called - before[2], MOST_BETWEEN * launching)
-    others = began - called  # of the GPU's time, for what else the host has launched (ControlNets, previews)
+    others = began - called  # GPU time of other work that the host has launched (ControlNets, previews)
     backlogs = payoff.backlogs.setdefault(size, [])
     backlogs.append((ended - launched + others - between) / launching)
     if len(backlogs) < MEASURED_CALLS:
@@ -227,14 +227,14 @@ def _keep(network: nn.Module, payoff: Payoff) -> None:
 
 
 def judge_for(settings: CompileSettings, network: nn.Module, size: int) -> Callable[[float, float], None] | None:
-    """What is told what a capture has cost and saves at this size, see `ModelGraphs.call`; None where nothing depends on it."""
+    """The argument `pays` of `ModelGraphs.call` for calls of this size; None if graphs are used whatever they save."""
     is_asked = not settings.wants_graphs and not has_convolutions(network) and size > payoff_of(network).saved_to
     return functools.partial(_judge, network, size) if is_asked else None
 
 
 def _judge(network: nn.Module, size: int, cost: float, saved: float) -> None:
-    """Believe one capture that pays. After one that does not there are no graphs in this process, and in later ones if it was
-    far from it or the second in two processes: on a busy machine it may have been the first of many."""
+    """Use graphs after one capture that pays. After a capture that does not, use none in this process; nor in later processes,
+    if the capture was far too slow or is the second refused in two processes. A busy machine may have slowed a single one."""
     payoff = payoff_of(network)
     if saved * CALLS_TO_PAY >= cost:
         payoff.saved_to = size

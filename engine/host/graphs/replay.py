@@ -9,9 +9,9 @@ Life cycle of a call within `graphed`:
    (`run_bound`); a replay runs no Python of the model.
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
-Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
-(`ModelGraphs.call`), when they do not pay (`judge_for`) or memory is short (`_pinned`), and when the host unloads the model
-or needs their memory for another (`watch_unloading`).
+Graphs are dropped when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
+(`ModelGraphs.call`), when graphs do not pay (`judge_for`) or memory is short (`_pinned`), and when the host unloads the model
+or needs the memory for another (`watch_unloading`).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from ..weights.dynamic_vram import AllPages, address_of
 from .memory import is_short_of_memory, make_room, watch_unloading
 from .policy import Notes, has_convolutions, judge_for
 
-INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
+INNER = "_forward"  # the method that `forward` of the host's models calls inside other nodes' wrappers
 # In one of so many runs the first replay is compared with a plain call.
 RUNS_A_CHECK = 10
-# Where graphs left too little memory for weights so often, there are none for a while: they would be captured in each prompt.
+# After graphs were dropped so often for lack of memory, none is captured for up to RUNS_A_CHECK runs: else each prompt would.
 MOST_SQUEEZED = 2
 # Options that code below `apply_model` uses only through the patcher's machinery; not part of a graph's key.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
@@ -71,7 +71,7 @@ _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 @contextmanager
 def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterator[None]:
     """A context in which calls of the network, for a latent of `size` numbers, are captured and replayed; `notes` gets the
-    reason where a call cannot be."""
+    reason if a call cannot be captured."""
     watch_unloading()
     network, device = loaded.network, loaded.device
     graphs, state, code = graphs_of(network), state_of(network), code_of(network)
@@ -93,9 +93,9 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
         options = fixed.get("transformer_options", {})
         if binding.paged or state.pages:
-            options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
+            options["prefetch_dynamic_vbars"] = False  # `BlockWeights` prefetches, see adapter.without_prefetch
         convolutional = has_convolutions(network)
-        if not graphs.graphs:  # else a graph would be captured again within a run
+        if not graphs.graphs:  # a change would drop the graphs in the middle of a run
             state.norms_ready = norm_kernels.ready
         generation = functools.partial(code.generation, convolutional and state.norms_ready)
         # `fast` is part of the key: a kernel that has never run cannot be captured.
@@ -104,7 +104,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         room = functools.partial(make_room, loaded, (*args, *kwargs.values()))
 
         def room_for_copies(needed):
-            graphs.forget()  # they were captured with another LoRA
+            graphs.forget()  # the graphs were captured with another LoRA
             return room(needed)
 
         def why_no_graphs():
@@ -130,7 +130,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         if key is None:
             _say_off(network, foreign, reason, notes)
             if graphs.hold_memory and is_short_of_memory(device):
-                graphs.drop()  # they were kept for a run without the other pack's code
+                graphs.drop()  # the graphs were kept for a run without the other pack's code
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
         if state.pages:
@@ -140,7 +140,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
             with binding.bound():
                 convolutions = code.eager[Eager.CONVOLUTIONS]
                 if convolutions and fast:
-                    norm_kernels.ready = state.norms_ready = True  # from here on
+                    norm_kernels.ready = state.norms_ready = True  # this call runs them
                     return _with_fast_convolutions(network, forward, *args, **kwargs)
                 if convolutions:
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
@@ -178,7 +178,7 @@ def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: No
 
 def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
     """Call the model through the function in `calls`. Where a step cache wraps the model, only `_forward`, inside the wrapper
-    (comfy/patcher_extension.py, `WrapperExecutor`), is called through that function: the cache decides anew at each step.
+    (comfy/patcher_extension.py, `WrapperExecutor`), is called through that function: the cache decides at each step.
     """
     if not calls:  # the context is over, but another node has kept this function
         return forward(*args, **kwargs)
@@ -213,10 +213,10 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
 
 @contextmanager
 def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
-    """Keep the weights in memory during a capture or a replay; yields whether all of them are there.
+    """Pin the weights during a capture or a replay; yields whether all of them are in memory.
 
-    Pages are held when they are there, and not before: dynamic VRAM tells by lowering the watermark that it has no room for a
-    page, and where the limit holds that up it raises (comfy-aimdo, src/model-vbar.c, `vbar_fault`).
+    `held` comes after `pin`: dynamic VRAM lowers the watermark if it has no memory for a page, and raises an error if the limit
+    that `held` sets prevents that (comfy-aimdo, src/model-vbar.c, `vbar_fault`).
     """
     if state.squeezed >= MOST_SQUEEZED:
         state.lacks_room = True
@@ -230,7 +230,7 @@ def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
             have_room = pages.have_room()
             state.lacks_room = not pinned and (state.lacks_room or (state.missed_calls > 1 and not have_room))
             if state.lacks_room and graphs.graphs:
-                graphs.drop()  # the graphs' memory is better used for weights
+                graphs.drop()  # weights need the graphs' memory
                 state.squeezed += 1
             elif state.missed_calls > 1 and have_room:  # the model no longer uses a layer that it used before
                 graphs.forget()
@@ -252,7 +252,7 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
 
 
 def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwargs) -> object:
-    """A call of the model with channels_last convolutions, unless a module cannot work with them."""
+    """Call the model with channels_last convolutions; without, if that has failed in this or an earlier call."""
     if not runs_channels_last(network):
         return forward(*args, **kwargs)
     options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # the model may write to it
@@ -262,23 +262,23 @@ def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwar
     except Exception as error:
         if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise
-        result = forward(*args, **kwargs)  # an error of the model itself comes again here
+        result = forward(*args, **kwargs)  # raises an error of the model itself again
         state_of(network).channels_last_fails = in_one_line(error)
         logger.warning("convolutions keep ComfyUI's layout: %s", in_one_line(error))
         return result
 
 
 def runs_channels_last(network: nn.Module) -> bool:
-    """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with them."""
+    """Whether convolutions that stay eager run channels_last: Triton is installed, and the model has not failed with them."""
     return kernels() is not None and not state_of(network).channels_last_fails
 
 
 def new_run(network: nn.Module, begins: bool = False) -> None:
-    """The host has loaded the model, weights may have moved since the last run; or a sampling run `begins`."""
+    """Called when the host has loaded the model, as weights may have moved, and when a sampling run `begins`."""
     graphs = graphs_of(network)
     graphs.new_run(is_warming())
     is_anew = begins and code_of(network).runs % RUNS_A_CHECK == 0
-    graphs.is_check_due |= is_anew  # or of a graph captured last
+    graphs.is_check_due |= is_anew  # stays True if the last capture was not checked
     watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
@@ -300,7 +300,7 @@ def graphs_summary(network: nn.Module) -> list[str]:
 
 
 def _obstacle(network: nn.Module) -> str | None:
-    """Why a replay might not do what a call does, for a network without code of other packs; None: it does."""
+    """Why a replay might differ from a call, for a network without code of other packs; None: a replay does not."""
     graphs, state = graphs_of(network), state_of(network)
     if graphs.differences:
         return "a replay gave another result than the model itself"
@@ -319,16 +319,16 @@ def kept_options(network: nn.Module, options: dict) -> dict:
 
 @dataclass
 class NetworkState:
-    """What is kept of a network beside its graphs.
+    """The state of a network, beside its graphs.
 
     Args:
-        keys: the options that the network's code reads; `functions`: what the layers ran when it was read.
+        keys: the options that the network's code reads; `functions`: those that the layers ran when its code was read.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         lacks_room: the paged weights do not all fit into memory.
-        squeezed: how often graphs were dropped for that in the last runs.
+        squeezed: how often graphs were dropped because of `lacks_room` in the last runs.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
-        norms_ready: the kernels for channels_last have been made.
-        told_in: the sampling run in which it was last said that blocks are not plain (`Binding.plain`).
+        norms_ready: the kernels for channels_last are compiled.
+        told_in: the last sampling run with a note that blocks are not plain (`Binding.plain`).
     """
 
     pages: AllPages
