@@ -89,7 +89,7 @@ def _with_addresses(launcher: Callable) -> Callable:
 
 # The most graphs of a model. Each graph holds its inputs and its output; the graphs share their working memory.
 MAX_GRAPHS = 8
-# The most keys that `_remember` keeps in each table: of calls seen, and of failures.
+# The most keys that `_remember` keeps in each table (calls seen, failures, costs).
 MAX_OTHERS = 256
 NO_ROOM = "too little memory is free"  # a failure that the next run clears
 
@@ -215,7 +215,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _is_allocated(address: int) -> bool:
-    """Whether the driver knows the address; it does not know memory that the running capture has allocated."""
+    """Whether the driver knows the address; memory that the running capture has allocated is unknown to the driver."""
     driver, memory_type = _driver(), ctypes.c_uint()
     query = ctypes.byref(memory_type), 2, ctypes.c_ulonglong(address)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     return driver is not None and driver.cuPointerGetAttribute(*query) == 0
@@ -465,7 +465,7 @@ class ModelGraphs:
                         reason = in_one_line(error)
                     # The caller's tensors are unchanged: a graph works on copies.
                     captured = None
-                    del replay  # it holds the graph
+                    del replay  # `replay` holds the graph
                     self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)

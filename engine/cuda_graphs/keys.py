@@ -1,4 +1,4 @@
-"""Make keys of all that a call depends on except tensor data; equal keys: the host's code cannot tell the calls apart."""
+"""Make keys of all that a call depends on except tensor data. The host's code cannot tell calls of equal keys apart."""
 
 import enum
 import functools

@@ -140,7 +140,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
             with binding.bound():
                 convolutions = code.eager[Eager.CONVOLUTIONS]
                 if convolutions and fast:
-                    norm_kernels.ready = state.norms_ready = True  # this call runs them
+                    norm_kernels.ready = state.norms_ready = True  # this call runs them if it can
                     return _with_fast_convolutions(network, forward, *args, **kwargs)
                 if convolutions:
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))

@@ -33,7 +33,7 @@ PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream as the host makes its own (comfy/model_management.py, `get_offload_stream`); None if the host uses none."""
+    """A stream like the host's (comfy/model_management.py, `get_offload_stream`); None if the host uses none."""
     if device.type != "cuda" or not getattr(comfy.model_management, "NUM_STREAMS", 0):
         return None
     stream = torch.cuda.Stream(device)

@@ -100,7 +100,7 @@ def _bytes_elsewhere(patches: list, device: torch.device) -> int:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of `value` with its tensors changed. Adapters are copied, too, as all patchers of the host share one."""
+    """A copy of `value` with its tensors changed. Adapters are copied, too, as the host's patchers share them."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
