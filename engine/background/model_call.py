@@ -1,4 +1,4 @@
-"""Carry what holds for one call of a model."""
+"""Hold the state of one call of a model: whether blocks wait for compiled code, what may be traced, what has run."""
 
 import itertools
 import math
@@ -7,29 +7,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Numbers moments in their order. Clocks do not tell which came first: that of Windows stands still for 16 ms.
+# A logical clock, which numbers moments in their order. Real clocks cannot: that of Windows advances every 16 ms.
 next_moment = itertools.count(1).__next__
 
 
 @dataclass
 class ModelCall:
-    """One call of a model, for all its blocks."""
+    """The state of one call of a model, shared by the model's blocks."""
 
-    synchronous: bool = True  # wait for compiled code; else blocks run uncompiled until a worker thread has it
+    synchronous: bool = True  # blocks wait for compiled code; else they run uncompiled until the worker has loaded the code
     poll: Callable[[], None] = lambda: None  # called while the call waits; may raise (the host's interrupt)
-    ran: bool = False  # blocks have run; in a replay of a CUDA graph none do
-    uncompiled: bool = False  # a block ran without compiled code, since there was none yet
+    ran: bool = False  # a block was called; in a replay of a CUDA graph none is
+    uncompiled: bool = False  # a block that may be compiled ran uncompiled: its code is not ready, or memory was short
     ran_code: bool = False  # a block ran compiled
-    puts_off: bool = False  # no trace begins, as it would not pay yet; what has code runs it
-    waits: bool = False  # no block is compiled: that would not pay yet, or the compiler is not imported (`WaitsFor`)
-    trace_seconds: float = math.inf  # for how long blocks may be traced; then no trace begins, unless the call is synchronous
-    traced: float = 0.0  # seconds for which blocks have been traced
-    lowered: float = 0.0  # for how much of that time graphs were lowered
+    puts_off: bool = False  # no trace may begin, as tracing would not pay off yet; blocks that have code run compiled
+    waits: bool = False  # no block runs compiled: that would not pay off yet, or the compiler is not imported (`WaitsFor`)
+    trace_seconds: float = math.inf  # time limit of tracing: after that no trace begins, unless the call is synchronous
+    traced: float = 0.0  # seconds spent tracing blocks
+    lowered: float = 0.0  # seconds of `traced` spent lowering graphs
     put_off: bool = False  # a block ran uncompiled because no trace was allowed to begin
-    settings_changed: bool | None = None  # of PyTorch's, by another pack (compile/session.py); None: not known yet
+    settings_changed: bool | None = None  # another pack changed PyTorch's settings (compile/session.py); None: not checked
     effort: Any = None  # which kinds of blocks are worth a graph (`blocks.convolutions.Effort`); None: all
-    packings: set[Any] = field(default_factory=set)  # the `BlockCode` of each kind of weights that were unpacked
-    # Called when the model has run: a worker that starts in the middle would slow the traces of other blocks five times.
+    packings: set[Any] = field(default_factory=set)  # each `BlockCode` that unpacked weights (host/weights/unpacking.py)
+    # Called when the model has run: a worker that started earlier would make traces of other blocks five times as slow.
     when_over: list[Callable[[], object]] = field(default_factory=list)
     began: int = field(default_factory=next_moment)
 
@@ -43,7 +43,7 @@ class ModelCall:
 
     @contextmanager
     def holding(self, lock: Any) -> Iterator[None]:
-        """Hold a lock that another thread may hold for seconds."""
+        """Hold `lock`; call `poll` while waiting, as another thread may hold the lock for seconds."""
         while not lock.acquire(timeout=0.1):
             self.poll()
         try:

@@ -1,6 +1,6 @@
-"""Run jobs one after the other on a worker thread: it waits for code of traced graphs, and loads it, while sampling continues.
+"""Queue jobs for one worker thread, which gets and loads the code of traced graphs while sampling continues.
 
-The thread is started by the first job and exits when the queue is empty.
+The first job starts the thread; the thread exits when the queue is empty.
 """
 
 import atexit
@@ -19,18 +19,18 @@ from ..failures.describe import lacks_memory
 from ..log import logger
 from ..threads import in_one_piece, started
 
-# How often a job that runs out of memory is tried in all; after how many seconds it, or a postponed job, is tried again.
+# Attempts in all for a job that runs out of memory; seconds until such a job, or a postponed one, is retried.
 ATTEMPTS, RETRY_SECONDS = 20, 5.0
 EXIT_SECONDS = 10.0
 
 
 class Postponed(Exception):
-    """Raised by a job that cannot run at the moment: the job is tried again for as long as it raises this."""
+    """Raised by a job that cannot run now: the job is retried every RETRY_SECONDS, any number of times."""
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all jobs on a device: PyTorch keeps freed memory for the stream on which the memory was used."""
+    """One stream for all jobs on a device: PyTorch's allocator reuses freed memory only on the stream that allocated it."""
     return torch.cuda.Stream(device)
 
 
@@ -41,23 +41,23 @@ class Job:
     owner: weakref.ref  # a job whose owner was freed is dropped
     action: Callable[[], None]
     device: torch.device
-    # Called on the worker with an error that no later attempt may mend.
+    # Called on the worker with an error after which the job is not retried.
     on_error: Callable[[Exception], None] = lambda error: logger.warning("work in the background failed", exc_info=error)
-    awaited: bool = False  # a thread waits for the job, so it is not put off when memory is short
-    error: BaseException | None = None  # no Exception, which `on_error` gets: it ends the process or the thread that waits
-    is_kept: bool | None = None  # its code is on disk, and only has to be read; None: it makes no code of a model
-    is_queued: bool = False  # was queued once, and may be over
+    awaited: bool = False  # a thread waits for the job: the job is not retried later when memory is short
+    error: BaseException | None = None  # for the thread that waits; an Exception goes to `on_error` instead
+    is_kept: bool | None = None  # the job's code is on disk, and only has to be read; None: the job makes no code of a model
+    is_queued: bool = False  # the job was submitted; it may be over
     over: bool = False
-    attempts: int = 0  # how many have run out of memory
-    due: float = 0.0  # when it may be tried next, by `time.monotonic`; ignored if `awaited`
+    attempts: int = 0  # how many attempts have run out of memory
+    due: float = 0.0  # the job does not run before, by `time.monotonic`; ignored if `awaited`
 
 
 @dataclass
 class Compiler:
-    """The job queue."""
+    """The job queue and its worker thread."""
 
     after_work: Callable[[], None] = lambda: None  # called on the worker after each job
-    at_exit: list[Callable[[], None]] = field(default_factory=list)  # each ends something that a job may be waiting for
+    at_exit: list[Callable[[], None]] = field(default_factory=list)  # each ends what a job may wait for (the compile process)
     awaited: bool = False  # sampling waits until the queue is empty
     _jobs: list[Job] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -66,7 +66,7 @@ class Compiler:
     _is_stopped: bool = False
 
     def submit(self, job: Job) -> None:
-        """Queue a job, once. If no thread can be started, or the process ends, the job is over."""
+        """Queue a job, unless it was submitted before. If no thread can be started, or the process ends, the job is over."""
         with self._changed:
             if job.is_queued:
                 return
@@ -86,14 +86,14 @@ class Compiler:
 
     @property
     def makes_code(self) -> bool:
-        """Whether the worker makes code, or is to make some, that is not kept."""
+        """Whether the running job, or one in the queue, makes code that is not on disk."""
         with self._changed:
             return any(job is not None and job.is_kept is False for job in (self._at_work, *self._jobs))
 
     def have_awaited(self, pending: bool = False) -> bool:
-        """Make sampling wait until the queue is empty; returns whether the queue has a job, or gets one when a call is over
-        (`pending`)."""
-        with self._changed:  # else the queue may run empty in between, and stay awaited
+        """Make sampling wait until the queue is empty; returns whether there is a job to wait for. `pending`: a call in
+        progress will queue one."""
+        with self._changed:  # else the worker may empty the queue before the assignment, and `awaited` would stay True
             self.awaited = pending or self._thread is not None
             return self.awaited
 
@@ -123,7 +123,7 @@ class Compiler:
             job.awaited = False
 
     def stop(self) -> None:
-        """At exit: a thread inside PyTorch would abort the process."""
+        """Stop the worker when the process exits: a thread that is still inside PyTorch would abort the process."""
         with self._changed:
             self._is_stopped = True
             for job in self._jobs:
@@ -146,7 +146,7 @@ class Compiler:
         with self._changed:
             while self._jobs:
                 due = [job for job in self._jobs if job.awaited or job.due <= time.monotonic()]
-                job = min(due, key=lambda job: not (job.awaited or job.is_kept), default=None)  # the first of the quickest
+                job = min(due, key=lambda job: not (job.awaited or job.is_kept), default=None)  # awaited jobs and reads first
                 if job is not None:
                     self._jobs.remove(job)
                     self._at_work = job
@@ -170,7 +170,7 @@ class Compiler:
             if not retries:
                 with _logged("a failure could not be reported"):
                     job.on_error(error)
-        except BaseException as error:  # raised on the thread that waits; this thread must go on for others
+        except BaseException as error:  # raised again on the thread that waits; the worker must go on with other jobs
             job.error = error
         with self._changed:
             if retries and not self._is_stopped:
@@ -183,7 +183,7 @@ class Compiler:
 
 @contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Log an error: else the worker would end, and later jobs would wait for ever."""
+    """Log an error instead of raising it: the worker would end, and later jobs would wait for ever."""
     try:
         yield
     except Exception:
