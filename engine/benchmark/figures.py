@@ -10,7 +10,7 @@ import torch
 
 from ..messages.words import counted, say
 
-# Share by which two medians must differ.
+# Share by which the medians of eager and compiled steps must differ for the verdict `faster` or `slower`.
 CLEAR = 0.01
 BAR_LENGTH = 40
 AGAIN = "change the steps and run it again (ComfyUI runs no node twice with the same inputs)"
@@ -59,17 +59,17 @@ class CompileCost:
 
 @dataclass(frozen=True)
 class Trace:
-    """The recorded steps."""
+    """Traces of one eager and one compiled step."""
 
-    unit: str  # CUDA kernels, XPU kernels, operators
-    eager: int  # how many of these a step ran
+    unit: str  # what is counted: CUDA kernels, XPU kernels, operators
+    eager: int  # how many units the step ran
     compiled: int
     files: tuple[str, ...]  # eager first, relative to the output folder
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Eager against compiled: the alternating rounds, and what the table says beside them."""
+    """The alternating eager and compiled rounds, and all else that the table shows."""
 
     model: str
     device: str
@@ -86,7 +86,7 @@ class BenchmarkResult:
     late_graphs: int = 0  # graphs compiled in the measured rounds
     video: bool = False
     trace: Trace | None = None
-    limits: list[str] = field(default_factory=list)  # what takes the time of a prompt, the most first
+    limits: list[str] = field(default_factory=list)  # lines that say where the time of a prompt goes, largest part first
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,7 +98,7 @@ class BenchmarkResult:
     def verdict(self) -> str:
         """`faster` or `slower` by `CLEAR` or more, where the spreads do not overlap; else `no clear difference`.
 
-        Medians of rounds are not compared: with three rounds each of equal speed, all of one side are slower one time in 20.
+        Medians of rounds are not compared: with three equally fast rounds a side, one side's are all slower one time in 20.
         """
         (fast, slow), (compiled_fast, compiled_slow) = self.eager.spread, self.compiled.spread
         if compiled_slow < fast and self.speedup >= 1 + CLEAR:
@@ -107,7 +107,7 @@ class BenchmarkResult:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the steps of the two overlap, though their medians differ."""
+        """Whether the medians differ by `CLEAR` or more, but the spreads overlap."""
         return self.verdict == "no clear difference" and abs(self.speedup - 1) >= CLEAR
 
     def image_seconds(self, timing: Timing) -> float:
@@ -116,7 +116,7 @@ class BenchmarkResult:
 
     @property
     def cost_seconds(self) -> float:
-        """Seconds to win back: what compiling took, or, if cold and more, what the first steps took longer than warm ones."""
+        """Seconds that compiling has cost. In a cold benchmark: at least what the first steps took longer than warm ones."""
         extra = sum(max(0.0, first - self.compiled.median) for first in self.cost.first_steps)
         return max(self.cost.seconds, extra) if self.cost.cold else self.cost.seconds
 
@@ -210,7 +210,7 @@ class BenchmarkResult:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm of `expected`; 0 for equal tensors, inf or nan if a tensor is not finite or zero."""
+    """Norm of the difference over norm of `expected`; 0 if equal, inf or nan if one is not finite or `expected` is zero."""
     difference, norm = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     if difference == 0:
         return 0.0
@@ -239,5 +239,5 @@ def between(low: float, high: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, of values below a thousand; zeros at the end stay."""
+    """Three significant digits of a value below a thousand; trailing zeros stay."""
     return f"{value:#.3g}".rstrip(".") if value else "0"

@@ -1,7 +1,7 @@
 """Record a step with PyTorch's profiler, and add up where the step's time goes.
 
-On a GPU each moment counts once: for the kernel that runs, else for a transfer of weights, else as waiting. Without a GPU it
-counts, on the sampler's thread, for the outermost operator of a kind in KINDS, else for a compiled region, else as other.
+On a GPU each moment counts once: for the kernel that runs, else for a transfer of weights, else as waiting. Without a GPU each
+moment of the sampler's thread counts for the outermost operator of a kind in KINDS, else for a compiled region, else as other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# One step to start the profiler, whose first events come late, and the one that is recorded.
+# One step to warm up the profiler, whose first events come late, and one step that is recorded.
 TRACE_STEPS = 2
 FUSED, ATTENTION, PRODUCTS, CONVOLUTIONS, OTHER = "fused", "attention", "products", "convolutions", "other"
 TRANSFERS, WAITING = "transfers", "waiting"
-# Patterns for lower-case names of kernels and operators; the first match wins. A fused kernel's name may hold other kinds'.
+# Patterns for lower-case names of kernels and operators; the first match wins: a fused kernel's name may match others too.
 KINDS = {
     FUSED: re.compile(r"^triton_(?!tem_)"),
     ATTENTION: re.compile(r"fmha|flash|attention|attn|sdpa|sage_|softmax"),
@@ -51,7 +51,7 @@ class StepProfile:
     on_gpu: bool = True
 
     def of_step(self, step: float) -> dict[str, float]:
-        """Seconds by kind of a step that took `step` seconds without the profiler, which slows launching down."""
+        """Scale the seconds by kind to a step that took `step` seconds without the profiler, which slows down launching."""
         busy = {kind: seconds for kind, seconds in self.seconds.items() if kind != WAITING or not self.on_gpu}
         total = sum(busy.values())
         share = min(1.0, step / total) if self.on_gpu and total else step / self.span
@@ -121,7 +121,7 @@ def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[di
         launch = launches.get(_correlation(event), {})
         if event["cat"] == "gpu_memcpy" and _TRANSFER.search(event["name"]):
             transferred += event.get("args", {}).get("bytes", 0)
-            # From memory that is not pinned, the CPU itself copies, and launches nothing meanwhile.
+            # The launch counts too: from memory that is not pinned, the CPU itself copies, and launches nothing meanwhile.
             transfers += [_interval(e, 1, TRANSFERS) for e in (event, launch) if e]
             continue
         kernels.append(_interval(event, 0, _name_around(launch, failed_blocks) or kind_of(event["name"])))
@@ -133,7 +133,7 @@ def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[di
 
 
 def _on_cpu(operators: list[dict], step: dict) -> StepProfile:
-    """A step's profile without a GPU: of the thread that samples, and not of the thread that compiles."""
+    """The profile of a step without a GPU: only the sampler's thread counts, not the worker."""
     here = [e for e in operators if e["tid"] == step["tid"] and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
     intervals = [_interval(step, 3, WAITING)]
     for event in here:
