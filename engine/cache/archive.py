@@ -1,9 +1,9 @@
-"""Pack the compiled code of a model into one file, to carry to another machine of the same kind.
+"""Pack the compiled code of a model into one file, to copy to another machine of the same kind.
 
-A line that names the format, entries of the store (`code_store.packed`), and the sha256 of all that. A file of
+The file is a line that names the format, entries of the store (`code_store.packed`), and the sha256 of both. A file of
 `torch.compiler.save_cache_artifacts` would lack what an earlier process compiled, C++ libraries, and a header to check.
 
-The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
+The checks find damage and the wrong machine, not malice: the file holds code that will run (SECURITY.md).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from ..files import remove_leftovers, write_whole
 from .code_store import NAME, STRUCTURE, CodeStore, packed, unpacked
 from .environment import environment
 
-# .safetensors stands for "no code inside".
+# Not .safetensors, which stands for "no code inside".
 SUFFIX = ".tckcache"
 FORMAT = b"torch-compile-kit cache 7\n"
 _UNREADABLE = ValueError, TypeError, LookupError, AttributeError, RecursionError
@@ -50,7 +50,7 @@ def write_cache_file(
     models: list[str],
     sizes: list[str],
 ) -> int:
-    """Pack the entries of some names into a file; returns how many there are.
+    """Pack the entries called `names` into a file; returns how many the store had.
 
     Args:
         path: replaced when it exists, in one step.
@@ -79,12 +79,12 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
         CacheFileError: the file cannot be used, and the store is unchanged; or the store cannot be written.
     """
     try:
-        with open(path, "rb") as file:  # read once: others could change it after it was checked
+        with open(path, "rb") as file:  # read once: others could change the file after the check
             data = _checked(path, file)
         cache_file = _parsed(path.name, data)
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read: {error}") from error
-    except _UNREADABLE as error:  # its digest fits, so it is not damaged but of another origin
+    except _UNREADABLE as error:  # the digest matches: not damaged, but not written by `write_cache_file`
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise CacheFileError(
             f"{path.name} cannot be read as a file of Save Compile Cache. Do not use it. ({reason})"
@@ -98,7 +98,7 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
 
 
 def _checked(path: Path, file: BinaryIO) -> bytes:
-    """What is in a file, less its digest."""
+    """The content of a file without format line and digest; raises CacheFileError if a check fails."""
     if (who := _others_who_could_write(path, file)) is not None:
         cure = f"run, if need be with sudo: chown {os.geteuid()} '{path}' && chmod go-w '{path}'"
         raise CacheFileError(f"{path} is not loaded: {who} could have written it. If it is as you have put it there, {cure}")
@@ -118,7 +118,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
-    """Who else could have written a file that is open: it is code, and any prompt may name it."""
+    """Who else could have written the open file, or None: the file holds code, and any prompt may name it."""
     if not hasattr(os, "geteuid"):  # Windows' profiles are private
         return None
     status = os.fstat(file.fileno())
@@ -126,7 +126,7 @@ def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
     if status.st_uid in (os.geteuid(), 0) and not by_group and not status.st_mode & stat.S_IWOTH:
         return None
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as private:
-        if os.fstat(private.fileno()).st_mode & 0o077:  # a drive that keeps no rights (WSL's /mnt, NTFS, SMB)
+        if os.fstat(private.fileno()).st_mode & 0o077:  # a drive without permissions (WSL's /mnt, NTFS, SMB)
             return None
     return f"another user ({stat.filemode(status.st_mode)}, uid {status.st_uid})"
 

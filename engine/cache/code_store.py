@@ -1,11 +1,11 @@
-"""Keep compiled code by its name, which tells its content: in a folder of the user's, and where other machines reach it.
+"""Store compiled code by content hash: in a folder of the user, and in the cache that machines share (shared.py).
 
 `<name>.code` is a signature and the bytes of one graph's code; `<structure>.json` holds choices that were measured for a model.
-The signature is an HMAC by a key that only this user can read, in the same folder: a file that is damaged, or that somebody
-else has put there, is no entry. So the folder's rights do not matter, several servers can use it, and any file can be removed
-at any time: loaded code goes on working.
+The signature is an HMAC with a key in the same folder that only this user can read: a file that is damaged, or that somebody
+else has put there, is no entry. So the folder's permissions do not matter, several servers can use the folder, and any file can
+be removed at any time: loaded code goes on working.
 
-When all entries together exceed the limit, the least recently used are removed.
+When all entries together exceed the limit, the least recently used are evicted.
 """
 
 import errno
@@ -45,7 +45,7 @@ CODE, CHOICES = ".code", ".json"
 KEY_FILE = "signature.key"
 # How many entries `has_current` looks at.
 LOOKED_AT = 8
-# A file of choices is read and written as a whole, by several threads.
+# Held while a file of choices is read and written again: several threads add choices.
 _choices_lock = threading.Lock()
 
 
@@ -72,7 +72,7 @@ class CodeStore:
         return is_written
 
     def read(self, name: str, is_use: bool = True) -> bytes | None:
-        """The content of an entry here; None if there is none, or only a damaged one. `is_use`: for the order of uses."""
+        """The content of an entry in this folder; None if there is no valid one. `is_use`: counts as a use, for eviction."""
         file = self._file(name)
         try:
             entry = read_whole(file)
@@ -87,7 +87,7 @@ class CodeStore:
         return None
 
     def note_use(self, name: str) -> None:
-        with suppress(OSError):  # the folder can be on a volume that this server only reads
+        with suppress(OSError):  # the folder can be on a read-only volume
             os.utime(self._file(name))
 
     def _write(self, file: Path, content: bytes) -> bool:
@@ -104,20 +104,20 @@ class CodeStore:
         return self.folder / f"{name}{CODE}"
 
     def entries(self) -> dict[str, os.stat_result]:
-        """All entries by name, the most recently used first; those dated in the future by a clock that was wrong last."""
+        """All entries by name, the most recently used first. Entries dated in the future, by a wrong clock, come last."""
         files = [file for file in files_in(self.folder, f"*{CODE}") if NAME.fullmatch(file.stem)]
         entries = {file.stem: status for file in files if (status := status_of(file)) is not None}
         latest = time.time() + 3600
         return dict(sorted(entries.items(), key=lambda entry: (entry[1].st_mtime > latest, -entry[1].st_mtime)))
 
     def choices(self, structure: str) -> dict[str, str]:
-        """What `remember` has kept, in this process or an earlier one."""
+        """The choices that `remember` stored in this process or an earlier one."""
         with suppress(OSError):
             return self._choices(structure)
         return {}
 
     def _choices(self, structure: str) -> dict[str, str]:
-        """Raises OSError if there may be some, but the file cannot be read."""
+        """As `choices`, but raises OSError if the file may exist and cannot be read."""
         try:
             kept = header_of(read_whole(self.folder / f"{structure}{CHOICES}"))
         except (FileNotFoundError, ValueError):
@@ -127,11 +127,11 @@ class CodeStore:
     def remember(self, structure: str, choices: dict[str, str]) -> None:
         """Keep choices on which the compiled code of a model depends; `structure`: see `structure.py`."""
         file = self.folder / f"{structure}{CHOICES}"
-        with _choices_lock, suppress(OSError):  # else those before would be lost
+        with _choices_lock, suppress(OSError):  # writing without the earlier choices would lose them
             self._write(file, json.dumps(self._choices(structure) | choices).encode())
 
     def about(self, name: str) -> dict[str, Any]:
-        """What an entry says of itself: the class of the block, versions, device."""
+        """The header of an entry: the class of the block, versions, device; empty if the entry cannot be read."""
         try:
             with self._file(name).open("rb") as file:
                 file.seek(SIGNATURE_BYTES)
@@ -144,17 +144,17 @@ class CodeStore:
         return any(map(self.is_current, [*self.entries()][:LOOKED_AT]))
 
     def is_current(self, name: str) -> bool:
-        """Whether an entry is code that these versions have made for this device."""
+        """Whether an entry was compiled with the current versions for the current device."""
         return environment().items() <= self.about(name).get("environment", {}).items()
 
     def has(self, name: str) -> bool:
-        return os.path.exists(self._file(name))  # not Path's, which raises where the drive fails
+        return os.path.exists(self._file(name))  # `Path.exists` raises if the drive fails
 
     def size(self) -> int:
         return sum(status.st_size for status in self.entries().values())
 
     def trim(self) -> int:
-        """Remove the least recently used entries until the rest is within the limit; returns the bytes removed."""
+        """Evict the least recently used entries until the rest is within the limit; returns the bytes removed."""
         remove_leftovers(self.folder)
         kept = removed = 0
         for name, status in self.entries().items():
@@ -187,13 +187,13 @@ class CodeStore:
 
 
 def packed(header: dict[str, Any], parts: dict[str, bytes]) -> bytes:
-    """A line of JSON, which is the header with names and sizes of the parts, and the parts."""
+    """Concatenate a line of JSON (the header, with names and sizes of the parts) and the parts."""
     sizes = [[name, len(part)] for name, part in parts.items()]
     return b"".join([json.dumps({**header, "parts": sizes}).encode(), b"\n", *parts.values()])
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The header and the parts of what was `packed`; raises ValueError, KeyError or TypeError for other content."""
+    """Undo `packed`: returns header and parts; raises ValueError, KeyError or TypeError for other content."""
     at, parts = content.find(b"\n") + 1, {}
     header = header_of(content[:at])
     for name, size in header["parts"]:
@@ -222,14 +222,14 @@ class _Current:
 
 
 def current() -> CodeStore | None:
-    """The store of this process; None until the host names a folder, or where none can be written."""
+    """The store of this process; None before `open_store`, or if no folder can be written."""
     return _Current.store
 
 
 def open_store(folder: Path, limit: object = None) -> CodeStore | None:
-    """Use the folder of `environment.users_folder`, else `folder`, from now on; later calls change nothing. Where it cannot
-    be written or its drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods), use another folder of this user, and say
-    so in the log. The user's setting `limit` is in GiB.
+    """Open the store of this process in the folder of `environment.users_folder`, else in `folder`; later calls change nothing.
+    If that folder cannot be written, or its drive has no permissions (WSL's /mnt, NTFS, SMB, volumes of pods), use another
+    folder of this user, and log that. The user's setting `limit` is in GiB.
     """
     if _Current.opened:
         return _Current.store
@@ -255,26 +255,26 @@ def open_store(folder: Path, limit: object = None) -> CodeStore | None:
 
 
 def was_opened_before(folder: Path) -> bool:
-    """Whether one of the folders that `open_store` would use is there; creates none."""
-    return any(os.path.isfile(place / KEY_FILE) for place in _places(folder))  # not Path's, which may raise PermissionError
+    """Whether an earlier process has opened a store in one of the folders of `open_store`; creates nothing."""
+    return any(os.path.isfile(place / KEY_FILE) for place in _places(folder))  # `Path.is_file` may raise PermissionError
 
 
 def _places(folder: Path) -> list[Path]:
     """Folders for the store, best first."""
     user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
-    # Of this user alone, on drives that keep rights; a container's user may have no home.
+    # Of this user alone, on drives with permissions; a container's user may have no home.
     home = Path(os.path.expanduser("~"), ".cache", KIT, folder.name)
     places = [users_folder() or folder, home]
-    with suppress(OSError):  # no folder for temporary files can be written
+    with suppress(OSError):  # raised if no temporary folder can be written
         places.append(Path(tempfile.gettempdir(), f"{KIT}-{user}", folder.name))
     return [place for place in places if place.is_absolute()]
 
 
 def read_key(folder: Path) -> bytes:
-    """The key that signs the entries in a folder; a new one where others could have read it. OSError: they could there."""
+    """The key that signs a folder's entries, replaced if others could have read it. OSError: the drive has no permissions."""
     file = folder / KEY_FILE
     if not (key := _key_in(file)):
-        if os.path.lexists(file) and not _key_in(file):  # another server may just have made one
+        if os.path.lexists(file) and not _key_in(file):  # read again: another server may just have made the key
             mode = stat.filemode(file.lstat().st_mode)
             logger.warning("%s (%s) was not for this user alone, or is damaged: all code is compiled anew", file, mode)
             remove_file(file)
@@ -282,10 +282,10 @@ def read_key(folder: Path) -> bytes:
         with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(SIGNATURE_BYTES))
         try:
-            os.link(unfinished, file)  # servers that start at once all use the first one's key
+            os.link(unfinished, file)  # servers that start at the same time all use the first key
         except FileExistsError:
             pass
-        except OSError:  # a drive without links
+        except OSError:  # a drive without hard links
             replace(unfinished, file)
         remove_file(unfinished)
         key = _key_in(file)
@@ -296,10 +296,10 @@ def read_key(folder: Path) -> bytes:
 
 
 def _key_in(file: Path) -> bytes:
-    """The key in a file that only this user can read; empty if there is none. The file is opened once, for its rights and its
-    content: whoever may write into the folder could exchange the file in between."""
+    """The key in a file that only this user can read; empty if there is none. The file is opened once for permissions and
+    content: whoever may write into the folder could replace the file in between."""
     flags = os.O_RDONLY
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # a pipe would not be opened until somebody writes
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # opening a named pipe would block
         flags |= getattr(os, name, 0)
     try:
         with os.fdopen(when_free(lambda: os.open(file, flags)), "rb") as opened:
@@ -307,9 +307,9 @@ def _key_in(file: Path) -> bytes:
     except OSError as error:
         is_busy = isinstance(error, PermissionError) and READERS_BLOCK
         none = FileNotFoundError, PermissionError, IsADirectoryError
-        if (isinstance(error, none) and not is_busy) or error.errno == errno.ELOOP:  # a link
+        if (isinstance(error, none) and not is_busy) or error.errno == errno.ELOOP:  # a symbolic link
             return b""
-        raise  # the drive fails; there may be a key, which a new one must not replace
+        raise  # the drive fails: there may be a key, which a new key must not replace
     # Windows' profiles are private.
     is_private = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
     return key if is_private and stat.S_ISREG(status.st_mode) and len(key) == SIGNATURE_BYTES else b""

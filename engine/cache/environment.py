@@ -1,4 +1,4 @@
-"""Tell what compiled code depends on beside its graph: versions, device; and what the user's variables say of the store."""
+"""Collect what compiled code depends on besides its graph (versions, device), and read the user's variables for the store."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from ..errors import shown
 from ..log import logger
 from ..torch_compat import private
 
-# Code of this pack that decides what is made of a graph.
+# Code of this pack that determines the code of a graph.
 SOURCES = ("inductor/*.py", "compile_process/*.py", "torch_compat/*.py", "torch_settings.py")
 KIT = "torch-compile-kit"
 FOLDER, LIMIT = "TORCH_COMPILE_KIT_CACHE", "TORCH_COMPILE_KIT_CACHE_GIB"
@@ -32,19 +32,19 @@ def limit_in_bytes(setting: object = None) -> int:
     gib: Any = DEFAULT_GIB if limit is None or limit == "" else limit
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if float(gib) >= 0:
-            return int(float(gib) * 1024**3)  # no int can be made of nan and inf, which 1e300 GiB are in bytes
+            return int(float(gib) * 1024**3)  # `int` raises for nan and for inf, which 1e300 GiB are in bytes
     logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(limit), DEFAULT_GIB)
     return int(DEFAULT_GIB * 1024**3)
 
 
 def users_folder() -> Path | None:
-    """A folder in TORCH_COMPILE_KIT_CACHE, else in TORCHINDUCTOR_CACHE_DIR, unless PyTorch itself has set that, to its default;
-    with the pack's name, as what a variable names can hold files of the user or of others."""
+    """The pack's folder in TORCH_COMPILE_KIT_CACHE, else in TORCHINDUCTOR_CACHE_DIR, unless PyTorch itself set that to its
+    default. A subfolder with the pack's name, as the folder that the variable names can hold other files."""
     if folder := os.environ.get(FOLDER):
-        place = Path(os.path.expanduser(folder)).absolute()  # no shell expands it for a container
+        place = Path(os.path.expanduser(folder)).absolute()  # no shell expands a container's variables
         return place if place.name == KIT else place / KIT
     value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
-    with contextlib.suppress(KeyError, OSError):  # the default has the user's name in it; a container's user may have none
+    with contextlib.suppress(KeyError, OSError):  # the default contains the user's name, which a container may lack
         default = private.default_cache_dir()
     return Path(value).absolute() / KIT if value and Path(value) != Path(default) else None
 
@@ -54,7 +54,7 @@ class _Host:
 
 
 def compile_for(device: str) -> None:
-    """Have names of code depend on the type of device that the host computes on: with --cpu not on a GPU that PyTorch sees."""
+    """Set the type of device that the host computes on, part of `environment`: with --cpu not the GPU that PyTorch sees."""
     if device != _Host.device:
         _Host.device = device
         environment.cache_clear()
@@ -67,7 +67,7 @@ def environment() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of all code that takes part."""
+    """The versions of all software that compiled code depends on."""
     try:
         import triton
 
@@ -113,9 +113,9 @@ def _version_of(package: str) -> str:
         return "none"
 
 
-# Windows' Triton calls itself by the version that it is made of, whatever has been mended since.
+# In triton-windows `triton.__version__` is that of the upstream Triton, also after fixes to triton-windows.
 TRITON_WINDOWS = _version_of("triton-windows")
-# Versions of the code that this process has loaded: an update while the process runs changes only files.
+# Read at import, as an update changes only files: versions of the code that this process has loaded.
 LOADED = {
     "comfy-kitchen": _version_of("comfy-kitchen"),
     "code of the pack": version_of_pack(),

@@ -1,10 +1,10 @@
 """Share compiled code between machines, through Redis or a folder.
 
-1. `configure` reads where the shared cache is, and the key that signs entries. Without a key there is none.
-2. The worker thread, and no other, asks for a graph that is not kept here (`CodeStore.get`). An entry whose HMAC (of name and
-   content) differs is a miss. An error turns sharing off for `OFF_SECONDS`.
-3. After a miss the worker claims the graph. If another holds the claim, the job is tried again some seconds later; meanwhile
-   the block runs uncompiled (compile_process/obtain.py).
+1. `configure` reads where the shared cache is, and the key that signs entries. Without a key, sharing is off.
+2. Only the worker thread asks the shared cache, for graphs whose code is not on disk (`CodeStore.get`). An entry whose HMAC (of
+   name and content) differs is a miss. An error turns sharing off for `OFF_SECONDS`.
+3. After a miss the worker claims the graph. If another machine holds the claim, the job is retried some seconds later;
+   meanwhile the block runs uncompiled (compile_process/obtain.py).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ..files import status_of
 from ..log import logger
 from .stores import FolderStore, RedisStore, signed, verified, without_secrets
 
-# Variables, and the files in the user's folder that count where a variable is not set.
+# Environment variables, and the files in the user's folder that are read if a variable is not set.
 ADDRESS, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
 FILES = {ADDRESS: "shared.address", KEY: "shared.key"}
 SHORTEST_KEY = 16
 
-# For each request: neither looking up a host's name nor a network volume that hangs has a limit of its own.
+# Timeout of a request: DNS and a network volume that hangs have none of their own.
 ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
 PREFIX = "torch-compile-kit:"
 
 
 class SharedCache:
-    """Signed entries in a store. Nothing here raises: an error is a miss. `place` is for messages, without a password."""
+    """Signed entries in a store. No method raises: an error is a miss. `place` is for messages, without a password."""
 
     def __init__(self, place: str, key: bytes, connect: Callable[[], RedisStore | FolderStore]):
         self.place = place
         self._key, self._connect = key, connect
         self._store: RedisStore | FolderStore | None = None
-        self._request: Future | None = None  # the last one
+        self._request: Future | None = None  # the last request
         self._off_until = 0.0
         self._warned: set[str] = set()
 
@@ -69,7 +69,7 @@ class SharedCache:
         return self._try(lambda store: store.claim(PREFIX + name), writes=True) is not False
 
     def release(self, name: str) -> None:
-        """Also after an error since the claim: the others would wait for its end."""
+        """End a claim, even if sharing was turned off since: other workers would wait until the claim expires."""
         self._try(lambda store: store.release(PREFIX + name), writes=True, even_off=True)
 
     def _try(self, action: Callable[[Any], Any], writes: bool = False, even_off: bool = False) -> Any:
@@ -77,7 +77,7 @@ class SharedCache:
             return None
         try:
             return self._within_limit(lambda: action(self._connected()))
-        except Exception as error:  # of whatever kind: it must not stop a compilation
+        except Exception as error:  # of any kind: sharing must not stop a compilation
             refused = () if self._store is None or isinstance(error, TimeoutError) else self._store.refused
             if writes and isinstance(error, refused):
                 message = "the shared cache %s takes no entries (%s): code compiled here stays on this machine"
@@ -90,7 +90,7 @@ class SharedCache:
             return None
 
     def _within_limit(self, action: Callable[[], Any]) -> Any:
-        """The result of `action`, on a thread of its own, which may hang."""
+        """The result of `action`, which runs on its own thread, as it may hang; raises TimeoutError after ANSWER_SECONDS."""
         if self._request is not None and not self._request.done():
             raise TimeoutError("an earlier request is not over")
         request: Future[Any] = Future()
@@ -129,10 +129,10 @@ def configured() -> SharedCache | None:
 
 
 def configure(folder: Path) -> None:
-    """Use the shared cache that the environment, or else files in `folder`, name; say in the log why it is off. No setting of
-    ComfyUI's page names it: pages of other sites can write settings, and old files in the cache are deleted."""
+    """Use the shared cache that the environment, or else files in `folder`, name; log why sharing is off. No setting of ComfyUI
+    names the cache: web pages of other sites can write settings, and old files in the cache are deleted."""
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
-    if where == _Configured.where:  # else the user may have written a file, or closed it to others, as the log asked
+    if where == _Configured.where:  # else the user may have fixed a file or its permissions, as the log asked
         return
     _Configured.where, _Configured.cache = where, None
     try:
@@ -167,9 +167,9 @@ def _cache_at(place: str, key: bytes, folder: Path) -> SharedCache:
         try:
             url = urlsplit(place)
             has_host = url.scheme in ("redis", "rediss") and bool(url.hostname) and url.port != 0
-        except ValueError:  # it quotes the password
+        except ValueError:  # its text quotes the password
             has_host = False
-        # In a password "/", "?" and "#" end the part of the host, and what stands before them would pass for the host.
+        # An unquoted "/", "?" or "#" in a password ends the URL's host part, and the text before would be taken for the host.
         if not has_host or "@" in url.path + url.query + url.fragment:
             raise SharedCacheOff(
                 f"{ADDRESS} must be redis://user:password@host:6379/0 (rediss:// for TLS) or the path of a folder. In a "

@@ -1,8 +1,8 @@
-"""Keep bytes by name where several machines reach them: in Redis, or in a folder on a volume.
+"""Store bytes by name where several machines reach them: in Redis, or in a folder on a network volume.
 
-One worker at a time can claim a name; a claim ends when its worker releases it, or after `CLAIM_SECONDS`. What a store returns
-may come from anybody: callers sign what they put, and verify what they get. Stores raise whatever goes wrong, and
-`without_secrets` says it: the text of a client's exception can hold the URL, and the URL a password.
+One worker at a time can claim a name; a claim ends when its worker releases it, or after `CLAIM_SECONDS`. Entries may come from
+anybody: callers sign what they put, and verify what they get. Stores raise the errors of their clients; only
+`without_secrets` may log one: the text of a client's exception can hold the URL, and the URL a password.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..failures.describe import chain
 from ..files import read_whole, remove_file, write_whole
 
 SIGNATURE_BYTES = 32
-# For a connection to Redis; for sending it an entry, or its answer. Twice that is less than shared.ANSWER_SECONDS: else a claim
-# could not be released after an entry that was too large for the network, as its request would not be over.
+# Timeouts of Redis: to connect; to send or receive an entry. Two attempts take less than shared.ANSWER_SECONDS: else, after an
+# entry that was too large for the network, its request would still run, and the claim could not be released.
 CONNECT_SECONDS, TRANSFER_SECONDS = 0.5, 2.0
-# On a network volume each look at a file takes milliseconds: each worker looks at so many files, others look at more.
+# Files, drawn at random, whose age each worker checks: on a network volume each check takes milliseconds.
 LOOKED_AT = 100
 KEPT_SECONDS = 30 * 24 * 3600
 # How long a worker may take to compile a graph before others compile it too.
@@ -42,7 +42,7 @@ def signed(key: bytes, name: str, content: bytes) -> bytes:
 
 
 def verified(key: bytes, name: str, entry: bytes) -> bytes | None:
-    """The content of an entry; None if `signed` has not made the entry with that key and name."""
+    """The content of an entry; None if the entry was not `signed` with this key and name."""
     content = entry[SIGNATURE_BYTES:]
     return content if hmac.compare_digest(entry, signed(key, name, content)) else None
 
@@ -56,7 +56,7 @@ class RedisStore:
         self.refused: type[Exception] = redis.exceptions.ResponseError
         self._worker = uuid.uuid4().hex
         limits = {"socket_connect_timeout": CONNECT_SECONDS, "socket_timeout": TRANSFER_SECONDS}
-        # The server or a firewall may have closed a connection that was idle.
+        # One retry: the server or a firewall may have closed a connection that was idle.
         broken = [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError]
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1), retry_on_error=broken, **limits)
 
@@ -68,7 +68,7 @@ class RedisStore:
 
     def claim(self, name: str) -> bool:
         key, me = f"{name}:claim", self._worker
-        # The first of two attempts may have claimed the name, and only its answer was lost.
+        # If the client has retried, its first attempt may have claimed the name, and only the answer was lost.
         return bool(self._client.set(key, me, nx=True, ex=CLAIM_SECONDS)) or self._client.get(key) == me.encode()
 
     def release(self, name: str) -> None:
@@ -76,9 +76,9 @@ class RedisStore:
 
 
 class FolderStore:
-    """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter. A subfolder with
-    other files but no marker is refused; a link is, too. Only the file server's clock is asked, as this machine's may be wrong
-    by days. An entry with a date in the future is new, a claim with one is over."""
+    """A subfolder of a folder that all workers can write, such as a network volume. Permissions do not matter. A symbolic link
+    is refused, and a subfolder with other files but no marker. Ages are by the file server's clock, as this machine's may be
+    wrong by days. An entry dated in the future counts as new, a claim dated in the future as expired."""
 
     refused: type[Exception] = OSError
 
@@ -89,10 +89,10 @@ class FolderStore:
         foreign = MARKER not in names and any(_ENTRY.fullmatch(name) is None for name in names)
         if self._folder.resolve() != Path(place).resolve() / FOLDER or foreign:
             raise OSError(errno.EEXIST, f"{self._folder} holds something else; rename it, or choose another folder")
-        if MARKER not in names:  # or a volume that is cleaned by age has lost it
+        if MARKER not in names:  # the subfolder is new, or the volume deletes old files
             (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
         files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
-        with contextlib.suppress(OSError):  # the volume may be one that this worker only reads
+        with contextlib.suppress(OSError):  # the volume may be read-only for this worker
             now = self._now()
             for file in random.Random().sample(files, min(LOOKED_AT, len(files))):
                 if now - _written(file) > KEPT_SECONDS:
@@ -134,7 +134,7 @@ class FolderStore:
                 if abs(self._now() - _written(claim)) <= CLAIM_SECONDS:
                     return False
                 remove_file(claim)
-        return True  # the claim is over, but cannot be removed
+        return True  # the claim has expired, but its file cannot be removed
 
     def release(self, name: str) -> None:
         claim = self._file(name, "claim")
@@ -151,6 +151,6 @@ def _written(file: Path) -> float:
 
 
 def without_secrets(error: BaseException) -> str:
-    """What went wrong: the kind of the error, and what the system says, but not the text of a client's exception."""
+    """Describe an error by its class and the system's message, without the text of a client's exception."""
     reasons = (cause.strerror for cause in chain(error) if isinstance(cause, OSError))
     return ": ".join([type(error).__name__, *[str(reason) for reason in reasons if reason][:1]])

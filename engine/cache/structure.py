@@ -1,4 +1,4 @@
-"""Name what blocks, or whole models, have in common: classes of layers and shapes of weights."""
+"""Compute and name the structure of blocks and of whole models: classes of layers and shapes of weights."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ from .environment import environment
 
 
 def short_name(block: str, structure: tuple) -> str:
-    """A short name for blocks of a class and a structure, the same in every process: without the names of Python modules, as
-    those of custom packs depend on the folder that a pack is in."""
+    """A hash of a block's class and structure, the same in every process: without the names of Python modules, as those of a
+    custom pack depend on the pack's folder."""
     layers, *tensors = structure
     layers = tuple((name, *rest) for name, _module, *rest in layers)
     text = json.dumps([environment(), block, layers, tensors])
@@ -23,8 +23,8 @@ def name_of(network: nn.Module) -> str:
 
 
 def structure_of(block: nn.Module) -> tuple:
-    """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights; sorted,
-    as ComfyUI makes weights and biases in another order if it has dynamic VRAM (comfy/ops.py)."""
+    """What must be equal for blocks to share graphs: classes of the layers, options that are None, and shapes of the weights;
+    sorted, as ComfyUI creates weights and biases in another order under dynamic VRAM (comfy/ops.py)."""
     layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
     weights = sorted((name, tuple(p.shape)) for name, p in block.named_parameters())
     buffers = sorted((name, tuple(b.shape)) for name, b in block.named_buffers())
@@ -32,7 +32,7 @@ def structure_of(block: nn.Module) -> tuple:
 
 
 def _absent(module: nn.Module) -> tuple[str, ...]:
-    """Options that a composite layer does not use (a window of attention). Leaves are left out: ComfyUI keeps state on them."""
+    """Attributes of a composite layer that are None (no attention window). Leaves are left out: ComfyUI keeps state on them."""
     if not module._modules:
         return ()
     return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))
