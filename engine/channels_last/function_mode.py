@@ -1,7 +1,7 @@
 """Run the uncompiled convolutions of a model in channels_last, as cuDNN wants them.
 
 For models that are captured as CUDA graphs, where this Python code runs once per shape, and for VAEs, whose calls are long. The
-model does not change: a `torch.overrides.TorchFunctionMode` overrides the functions that it calls.
+model does not change: a `torch.overrides.TorchFunctionMode` overrides the functions that the model calls.
 """
 
 import threading
@@ -28,7 +28,7 @@ MOST_VALUES = 2**31 - 1
 
 @dataclass
 class _Waiting:
-    """A group norm whose result is not written yet, and never will be if only a SiLU reads the result."""
+    """A group norm whose result is not written yet, and never is if only a SiLU reads the result: both then run as one."""
 
     x: torch.Tensor
     factors: torch.Tensor
@@ -36,7 +36,7 @@ class _Waiting:
 
 
 class ChannelsLast(TorchFunctionMode):
-    """While it is on, 16-bit images keep channels_last through convolutions and group norms; with `video`, videos do too."""
+    """While the mode is on, 16-bit images keep channels_last through convolutions and norms; with `video`, videos do too."""
 
     def __init__(self, video: bool = False):
         super().__init__()
@@ -103,7 +103,7 @@ class ChannelsLast(TorchFunctionMode):
         return out
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
-        """Return an image in channels_last as it is, for instance at the end of the host's transformers."""
+        """Return an image in channels_last as it is: the host's transformers end with `contiguous`, for instance."""
         if not args and not kwargs and _is_image(x) and x.is_contiguous(memory_format=torch.channels_last):
             return x
         return func(x, *args, **kwargs)
@@ -127,7 +127,7 @@ def _active() -> ChannelsLast | None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Switch the mode off, if it is on, for compiled code: PyTorch compiles for the modes that are on."""
+    """Switch the mode off, if it is on, around compiled code: Dynamo would trace the mode, and guard on it."""
     mode = _active()
     if mode is None:
         yield
@@ -140,8 +140,8 @@ def paused() -> Iterator[None]:
 
 
 def in_channels_last(value: Any) -> Any:
-    """An argument or result of a block, if it is an image in channels_last while the mode is on: one copy saves one in each of
-    the next layers."""
+    """`value`, an argument or result of a block; in channels_last if the mode is on and `value` is an image: this copy saves
+    one in each of the next layers."""
     return value.contiguous(memory_format=torch.channels_last) if _active() is not None and _is_image(value) else value
 
 

@@ -1,7 +1,7 @@
 """Compute the group norm of images in channels_last, and convert weights to that layout, with Triton kernels.
 
-PyTorch's group norm copies such images first. cuDNN's 16-bit convolutions want channels_last, and convert images and weights of
-other layouts at each call.
+PyTorch's group norm first copies an image in channels_last to the contiguous layout. cuDNN's 16-bit convolutions want
+channels_last, and convert images and weights of other layouts at each call.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 _ROWS, _CHANNELS = 32, 64
-# Programs of the first kernel: a few for each of a large card's multiprocessors.
+# Programs of `_sum_channels`: a few for each of a large card's multiprocessors.
 _PROGRAMS = 512
 
 
@@ -44,7 +44,7 @@ def _sum_channels(x, sums, pixels, channels, share, ROWS: tl.constexpr, CHANNELS
 
 @triton.jit(do_not_specialize=["shares", "width"])
 def _find_factors(x, sums, weight, bias, factors, pixels, channels, shares, width, eps, WIDTH: tl.constexpr):
-    """For each channel of one group: what it is multiplied by, and what is then added."""
+    """For each channel of one group: the factor and the summand of the norm, see `factors_of`."""
     image = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     there = lane < width
@@ -76,7 +76,7 @@ def _apply_factors(x, factors, out, size, channels, SILU: tl.constexpr, BLOCK: t
     at = factors + image * 2 * channels + c
     value = tl.load(x + image * size + index, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(at, mask=inside, other=0.0) + tl.load(at + channels, mask=inside, other=0.0)
-    if SILU:  # of the rounded value, as if another kernel computed it
+    if SILU:  # of the rounded value, as a separate kernel would compute it
         value = value.to(out.dtype.element_ty).to(tl.float32)
         value = value * tl.sigmoid(value)
     tl.store(out + image * size + index, value.to(out.dtype.element_ty), mask=inside)
@@ -93,13 +93,13 @@ def _turn_weight(weight, out, channels, taps, CHANNELS: tl.constexpr, TAPS: tl.c
     tl.store(out + base + t[:, None] * channels + c[None, :], tile, mask=(t < taps)[:, None] & (c < channels)[None, :])
 
 
-# In this context kernels are compiled and not run.
+# True in `only_compiling`.
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """Kernels are compiled for the current device and do not run: their tensors may be on the CPU."""
+    """A context in which kernels are compiled for the current device but do not run: their tensors may be on the CPU."""
     token = _compiles_only.set(True)
     try:
         yield

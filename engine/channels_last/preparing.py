@@ -15,7 +15,7 @@ from ..threads import yielding
 
 @functools.cache
 def kernels() -> Any:
-    """`kernels.py`; None without Triton, or with one that is broken."""
+    """The module `kernels.py`; None if Triton is missing or broken."""
     try:
         from . import kernels
     except Exception as error:
@@ -29,7 +29,7 @@ MOST_TRIES = 3
 
 
 class _NormKernels:
-    """Triton compiles a kernel when it first runs: `prepare` runs all of them on the worker, where no call waits."""
+    """Triton compiles a kernel at its first launch: `prepare` launches all kernels on the worker, where no call waits."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -45,8 +45,8 @@ class _NormKernels:
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
-        with yielding():  # seconds, in which other threads may capture
-            if kernels() is None:  # asked here, as it imports Triton
+        with yielding():  # takes seconds, so without the GPU's lock: other threads may capture
+            if kernels() is None:  # asked on the worker, as `kernels` imports Triton
                 return
             with kernels().only_compiling():
                 _run_all(torch.device("cpu"))
