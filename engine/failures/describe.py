@@ -24,7 +24,7 @@ class Failure:
 
 
 class DescribedError(Exception):
-    """An error of the compiler's that comes with its cause and cure."""
+    """A compiler error that comes with its cause and cure."""
 
     def __init__(self, reason: str, cure: str, may_pass: bool):
         super().__init__(reason)
@@ -33,7 +33,7 @@ class DescribedError(Exception):
 
 def chain(error: BaseException) -> list[BaseException]:
     """The error and all errors that caused it, outermost first."""
-    errors: dict[int, BaseException] = {}  # by `id`: errors of one class may compare what they hold, such as tensors
+    errors: dict[int, BaseException] = {}  # by `id`: `==` of two errors may compare the tensors that they hold
     current: BaseException | None = error
     while current is not None and id(current) not in errors:
         errors[id(current)] = current
@@ -43,8 +43,8 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def never_swallowed(error: BaseException) -> bool:
-    """Whether an error must reach the host. When out of memory, the host frees models and tries again. Gradient checkpointing
-    ends a block's second run by an error, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
+    """Whether an error must reach the host. When out of memory, the host frees models and retries. Gradient checkpointing ends
+    a block's recomputation with an error as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
     # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
     return lacks_memory(error) or any(
         isinstance(e, private.StopRecomputation) or type(e).__name__ == "InterruptProcessingException" for e in chain(error)
@@ -56,8 +56,8 @@ def lacks_memory(error: BaseException) -> bool:
     return any(isinstance(e, MemoryError) or is_out_of_memory(e) for e in chain(error))
 
 
-# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, of Triton's launcher, for RAM and MPS of PyTorch's, and of
-# comfy-aimdo's.
+# Out-of-memory messages of CUDA's runtime, of CUDA's driver (when it loads kernels), of Triton's launcher, of PyTorch for RAM
+# and MPS, and of comfy-aimdo.
 _NO_MEMORY = re.compile(
     r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory|DefaultCPUAllocator:"
     r"|MPS backend out of memory|VRAM grow failed|Fault failed: 2"
@@ -78,7 +78,7 @@ def is_limit_hit(error: BaseException) -> bool:
 def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:
     """Name the cause, and the cure for `machine` or this machine.
 
-    Never raises: to look at a machine can fail in as many ways as there are broken installations, and the block's call goes on.
+    Never raises, as the block's call goes on: examining a machine can fail in as many ways as there are broken installations.
     """
     try:
         return _described(block, error, machine)
@@ -95,8 +95,8 @@ def _described(block: str, error: Exception, machine: Machine | None) -> Failure
     # For an error without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))
     diagnosed, reason, cure = diagnose(errors) or (None, sentence(unwrapped), OTHERWISE)
-    # An error of the system may pass, unless it is, or has caused, the error that the table has a cure for: "cl is not found"
-    # comes from a FileNotFoundError.
+    # An OSError may pass, unless it is, or has caused, the error that the table has a cure for: "cl is not found" comes from a
+    # FileNotFoundError.
     unexplained = errors[: [*map(id, errors)].index(id(diagnosed))] if diagnosed is not None else errors
     may_pass = any(isinstance(e, OSError | EOFError) for e in unexplained)
     may_pass = may_pass or any(re.search(MAY_PASS, text_of(e)) for e in errors)

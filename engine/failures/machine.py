@@ -67,7 +67,7 @@ class Machine:
         names["wanted"] = _dotted(table.TRITON_FOR.get(self.pytorch, ()))
         names["index"] = "rocm" if self.gpu == "AMD" else "xpu"
         names["package"] = "triton-windows" if self.system == "Windows" else "triton"
-        # The portable ComfyUI brings Python.
+        # The portable ComfyUI brings its own Python.
         names["executable"] = r"python_embeded\python.exe" if "python_embeded" in self.folder else "python"
         names["install"] = self._choose(table.INSTALL_TRITON).format(**names)
         return cure if isinstance(cure, str) else self._choose(cure).format(**names)
@@ -129,7 +129,7 @@ def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
     if gpu is not None and machine.triton is not None:
         try:
             import triton.compiler  # noqa: F401
-        except Exception as error:  # a broken DLL raises whatever it likes
+        except Exception as error:  # importing a broken DLL can raise any exception
             _, _, cure = table.diagnose([error]) or (error, "", f"Triton does not load: {table.text_of(error)}")
             lacks.append(machine.cure(cure))
     if Gpu.this() is None and not torch.backends.mps.is_available():
@@ -156,7 +156,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _version_of(package: importlib.metadata.Distribution) -> tuple[int, int] | None:
-    """None for what an uninstallation has left: a folder without METADATA, or with one that says no version."""
+    """None for the remains of an uninstalled package: a folder without METADATA, or whose METADATA has no version."""
     try:
         return _version(package.version)
     except (TypeError, KeyError, IndexError):

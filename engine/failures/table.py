@@ -38,7 +38,7 @@ MISFIT = {
     "": "Reinstall Triton: {install}",
 }
 NO_TRITON = {"no-triton": "Install Triton: {install}", **MISFIT}
-# If a file is not found although all that compilers need is there, the name of that file is a piece of a path.
+# If a compiler does not find a file on a machine that lacks nothing, that file's name is a piece of an unquoted path.
 _SPACED = (
     "PyTorch passes paths to the C++ compiler unquoted: move ComfyUI and its Python to folders without spaces and quotes in "
     "their paths (now {folder}; C++ is compiled in {cache}), and set the variable TMPDIR (Windows: TEMP) to one."
@@ -112,7 +112,7 @@ _LONG_PATH = (
 )
 # One of inductor's templates holds a character that is not in every encoding (pytorch#189342).
 _UTF8 = "PyTorch reads its own files in the encoding of this system: set the variable PYTHONUTF8=1 before ComfyUI starts."
-# PyTorch before 2.15 needs the name to import inductor; a second import of the half-imported one says "already registered".
+# PyTorch before 2.15 needs a user name to import inductor; a second import of the half-imported inductor: "already registered".
 _NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 _MEMORY = "There was too little memory to compile the block; the next runs try again, three times at most."
@@ -164,7 +164,7 @@ MAY_PASS = (
 
 
 def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure] | None:
-    """Of an error and its causes, outermost first: the one that the table has a cure for, its line, the cure."""
+    """Match an error and its causes (outermost first) with TROUBLES: returns the error that matches, its line, the cure."""
     innermost_first = [(error, text_of(error)) for error in errors][::-1]
     for _, pattern, cure in TROUBLES:
         for error, text in innermost_first:
@@ -175,7 +175,7 @@ def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure]
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an error; empty if it cannot be written, as with some classes of other packs."""
+    """The text of an error; empty if `str` fails, as with some classes of other packs."""
     try:
         return str(error).strip()
     except Exception:
