@@ -17,7 +17,7 @@ NOTICES_KEPT = 20
 
 @dataclass(frozen=True)
 class CallInfo:
-    """What tells one call of a model from another, in the user's units."""
+    """Properties in which calls of a model differ, in the user's units."""
 
     width: int = 0  # pixels; 0 where the model has none
     height: int = 0
@@ -39,25 +39,25 @@ class CallInfo:
 
 @dataclass
 class Watch:
-    """What a model has been compiled for, inside and outside of a warmup, and what its compiled code was used for."""
+    """For one model: the calls that compiled, in a warmup and outside, and what the page and reports say of other calls."""
 
     compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)  # by `CompileSettings.settings_key`
     warmed: set[tuple] = field(default_factory=set)  # the settings under which a warmup has run
-    # The last calls that compiled outside of a warmup, each with its sentence; without calls that a warmup has made since.
+    # The last calls that compiled outside of a warmup, each with its sentence; a warmup of the same call removes it.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
     limits: Sequence[str] = ()  # what limited the model in its last benchmark (host/nodes/limits.py), a line each
-    left: list | None = None  # why the model is left as it is (host/model/wrapper.py), see `words.told`
+    left: list | None = None  # why the model is not compiled (host/model/wrapper.py), see `words.told`
     foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
-    # After about how many runs of the sampler compiling begins, and the name by which the page can start it now
-    # (host/model/payback.py).
+    # Returns in about how many sampling runs compiling begins, and the name by which the page can start compiling now
+    # (host/model/payback.py); None: compiling is not put off.
     put_off: Callable[[], tuple[int, str] | None] = lambda: None
-    # The same for code that the last call lacked, though the model is compiled.
+    # The same for code that the last call of a compiled model lacked.
     lacks: Callable[[], tuple[int, str] | None] = lambda: None
     # Why the last call ran uncompiled though there is code for it (host/model/comparison.py), see `words.told`.
     left_slower: list | None = None
-    saved: float | None = None  # share of a step's time; None where `gained` is, or too few steps
-    gained: float | None = None  # seconds; None: too few uncompiled steps have run to compare with
+    saved: float | None = None  # share of a step's time; None: too few steps have run to compare
+    gained: float | None = None  # seconds in all; None: too few uncompiled steps have run to compare with
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
@@ -72,7 +72,7 @@ class Watch:
         self._add(info, settings)
 
     def notice(self, info: CallInfo, added: CompileStats, settings: CompileSettings) -> tuple[str, str | None] | None:
-        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled."""
+        """Note a call outside of a warmup. If it compiled: a sentence why, and the size that the warmup lacks, if any."""
         key, size = settings.settings_key(), None
         calls = self.compiled_for.get(key)
         self._add(info, key)
@@ -108,9 +108,9 @@ watch_of = PerModel(lambda _model: Watch())
 
 @contextmanager
 def warming() -> Iterator[None]:
-    """Mark what is compiled as compiled by a warmup.
+    """A context in which all calls that compile count as calls of a warmup.
 
-    For all threads: MultiGPU CFG Split calls models on threads of its own (comfy/multigpu.py), and the host runs one prompt at
+    On all threads: MultiGPU CFG Split calls models on threads of its own (comfy/multigpu.py), and the host runs one prompt at
     a time.
     """
     global _warmups
@@ -128,7 +128,7 @@ def is_warming() -> bool:
 def report_compilation(
     model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings, node: str | None = None
 ) -> None:
-    """Tell the log and the page what a warmup lacks, after a call that compiled or is part of a warmup.
+    """Note a call that compiled or is part of a warmup; tell the log and the page what a warmup would have avoided.
 
     Args:
         node: id of the node that compiles the model.
@@ -139,7 +139,7 @@ def report_compilation(
     elif (notice := watch.notice(info, added, settings)) is not None:
         logger.warning("%s: %s", name, notice[0])
         if settings.waits and key not in watch.warmed:
-            return  # the user has asked for this wait
+            return  # the user's settings ask for this wait
         for listener in listeners:
             listener(name, *notice, node)
 

@@ -112,7 +112,7 @@ def given_in_words(taken: Sequence[Taken]) -> list[str]:
 
 
 def sizes_of(model: nn.Module) -> list[str]:
-    """Labels (`1024x1024`) of what a model has been compiled for or has run compiled at."""
+    """Labels (`1024x1024`) of the sizes that a model was compiled for or has run compiled at."""
     watch = watch_of(model)
     sizes = [info.size() for calls in list(watch.compiled_for.values()) for info in calls]
     return list(dict.fromkeys([*sizes, *list(watch.sizes.values())]))

@@ -19,7 +19,7 @@ from .words import COMPILED_ELSEWHERE, told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
-# For how many inputs steps are kept: each length of a prompt is another input.
+# For how many inputs steps are kept; each prompt length is another input.
 MOST_INPUTS = 32
 # The most pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
@@ -32,8 +32,8 @@ class News(NamedTuple):
     """The line of a node, as the page gets it."""
 
     state: str = ""  # compiling, ready, faster, unclear, slower or failed; empty: there is no line
-    says: list | tuple = ()  # of `words.told`, or several of these
-    seconds: int | None = None  # that compiling has taken so far; the page goes on counting
+    says: list | tuple = ()  # a text of `words.told`, or a list of such texts
+    seconds: int | None = None  # seconds that compiling has taken so far; the page goes on counting
     begins: str | None = None  # what the page sends to start compiling now; None: compiling has begun, or ended
 
 
@@ -47,7 +47,7 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 
 @dataclass
 class Steps:
-    """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
+    """Seconds of steps with equal work, newest last; `fast`: compiled, or replayed from CUDA graphs.
 
     Args:
         is_fast: whether the last step was one of `fast`.
@@ -96,7 +96,7 @@ class Line:
         self._register()  # last: from then on other threads call `now`
 
     def put(self, part: str, says: list, good: bool = False) -> None:
-        """Say something (see `words.told`) about a part of the model, in place of what the line said about that part before.
+        """Set the text (see `words.told`) about one part of the model, and send the line.
 
         Args:
             good: the part has become faster.
@@ -106,14 +106,14 @@ class Line:
         self.tell()
 
     def now(self) -> News | None:
-        """What the line says now: the words of all parts; empty `News` if there are none."""
+        """The line as it is now: the texts of all parts; empty `News` if there are none."""
         parts = list(self._parts.values())
         if not parts:
             return News()
         return News("faster" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
 
     def tell(self, news: News | None = None) -> None:
-        """Send the line, or `news` in its place, to its pages if its state or words have changed."""
+        """Send `news`, or else the line as it is now, to the line's pages if state or text have changed."""
         told, news = self._told, news or self.now()
         if news is not None and (told is None or news[:2] != told[:2]):
             self._told = news
@@ -121,7 +121,7 @@ class Line:
                 _send(owner, self.node, news)
 
     def new_run(self) -> None:
-        """Show the line also in a page that was opened since the node ran, and gets the node's output from ComfyUI's cache."""
+        """Send the line also to a page that was opened since the node ran: ComfyUI took the node's output from its cache."""
         if owner_now() not in self._owners():
             self._register()
             self._told = None
@@ -145,7 +145,7 @@ class Line:
 class Status(Line):
     """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes.
 
-    The thread that compiles calls `tell` too, and may change any attribute between two reads.
+    The worker thread calls `tell` too, and may change any attribute between two reads.
     """
 
     def __init__(self, node: str, settings: CompileSettings):
@@ -153,7 +153,7 @@ class Status(Line):
             self._told = former._told  # until the model runs
         self._settings = settings
         self.left: list | None = None  # why nothing of the model is compiled, see `words.told`
-        self.in_call = False  # blocks that the call has not reached may yet be traced
+        self.in_call = False  # a call is in progress: blocks that it has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
         self._inputs: list[Hashable] = []
@@ -192,7 +192,7 @@ class Status(Line):
             steps.add(now - self._began, self._eager, watch_of(network))
             if len(self._steps) > MOST_INPUTS:
                 del self._steps[next(iter(self._steps))]
-        # The first step also loads the weights.
+        # None: the first step is not timed, as it also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = Same(step), [inputs]
 
@@ -222,7 +222,7 @@ class Status(Line):
         if (left := self.left) is not None:
             return News("unclear", left)
         network = self._network() if self._network is not None else None
-        if network is None:  # not run yet, or freed: nobody compiles for it
+        if network is None:  # not run yet, or freed: nothing is compiled for it
             return News() if self._was_compiling() else self._told
         code = code_of(network)
         groups = code.groups_of(self._settings)
@@ -270,7 +270,7 @@ class Status(Line):
         says = [told("putOff", runs)] if runs else []
         if pack is not None:
             says.append(told("graphsOff", pack))
-        elif steps and self._steps[self._last].is_fast:  # else the graphs were dropped, as where memory is short
+        elif steps and self._steps[self._last].is_fast:  # else the graphs were dropped, for example because memory is short
             says.insert(0, told("replayed", steps))
         else:
             state = "ready"
@@ -279,7 +279,7 @@ class Status(Line):
 
     def _compared(self) -> tuple[str, list]:
         """As `Steps.compared`. If too few steps of the same inputs ran uncompiled, compare with uncompiled steps of a shorter
-        prompt: these compute less, so only `faster` can be told."""
+        prompt: these compute less, so only the result `faster` is certain."""
         steps = self._steps.get(self._last, Steps())
         for inputs, others in list(self._steps.items())[::-1]:
             if len(steps.uncompiled) < FEWEST and _is_at_most(inputs, self._last):
@@ -290,13 +290,13 @@ class Status(Line):
 
 
 def _is_at_most(inputs: Any, others: Any) -> bool:
-    """Whether `inputs` are `others`, but for numbers that are smaller."""
+    """Whether `inputs` equal `others`, except for numbers that are smaller."""
     if isinstance(inputs, tuple) and isinstance(others, tuple):
         return len(inputs) == len(others) and all(map(_is_at_most, inputs, others))
     return inputs == others or (type(inputs) is type(others) is int and inputs <= others)
 
 
-# By owner since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI took the node's
+# By owner, since two workflows, or users, may have nodes of the same id. A line has several owners if ComfyUI took the node's
 # output from its cache: for a copy of the workflow, or another user. A line stays when ComfyUI frees the node's output, as it
 # does when another workflow runs.
 lines: dict[tuple[Owner, str], Line] = {}
@@ -315,7 +315,7 @@ def forget_line(node: str | None) -> None:
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
-    """The lines by node, of two on a node the newer; None: the lines of all clients, or of all workflows."""
+    """The lines by node id, of two lines with one id the newer; None: the lines of all clients, or of all workflows."""
     of_page = [
         (node, line.now())
         for (owner, node), line in list(lines.items())

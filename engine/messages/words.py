@@ -1,7 +1,7 @@
 """Say sentences in the user's language, from locales/LANGUAGE/report.json, or in English if the text is missing there.
 
-The language is that of the prompt that runs, whoever has queued another meanwhile. Inside `speaking` it is that of the page
-whose request is answered.
+The language is that of the prompt that runs, whoever has queued another meanwhile. Inside `speaking` the language is that of
+the page whose request is answered.
 """
 
 import functools
@@ -21,7 +21,7 @@ language_of_prompt: Callable[[], object] = lambda: ENGLISH  # noqa: E731
 
 @contextmanager
 def speaking(language: object) -> Iterator[None]:
-    """Speak a language, a value of ComfyUI's setting `Comfy.Locale`, in this context and the threads of asyncio.to_thread."""
+    """Use a language, a value of ComfyUI's setting `Comfy.Locale`, in this context and the threads of asyncio.to_thread."""
     token = _spoken.set(language or ENGLISH)
     try:
         yield
@@ -53,8 +53,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def told(key: str, *values: object) -> list:
-    """A text that the page says, in its own language: a key of `torchCompileKit` in locales/LANGUAGE/main.json, and values,
-    which may be such texts themselves, or lists of them (js/words.js)."""
+    """A text that the page translates: a key of `torchCompileKit` in locales/LANGUAGE/main.json, and values, which may be
+    texts of `told` themselves, or lists of these (js/words.js)."""
     return [key, *values]
 
 
@@ -86,5 +86,5 @@ def _is_readable(name: str) -> bool:
     return False
 
 
-# Read at once: an update of this pack may exchange the files before ComfyUI is started again.
+# Read at import: an update of this pack may replace the files before ComfyUI is restarted.
 LANGUAGES = tuple(filter(_is_readable, (folder.name for folder in FOLDER.iterdir())))
