@@ -1,1 +1,1 @@
-"""Run what the host calls a model for. May import: `host/graphs`, `host/weights`, `messages` and what is below them."""
+"""Attach to and run the host's models. May import: `host/graphs`, `host/weights`, `messages` and what is below them."""

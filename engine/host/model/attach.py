@@ -121,13 +121,13 @@ def _begin_run(patcher, *_: object) -> None:
 
 
 def _begin_step(patcher, *_: object) -> None:
-    """Called in each step, before the model, or a wrapper of another pack around the model, gets the conditions."""
+    """An ON_PREPARE_STATE callback: called in each step before the model, or another pack's wrapper around the model, runs."""
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         wrapper.is_sampled = True
 
 
 def _on_load(patcher, *_: object) -> None:
-    """Weights may have moved, also in the middle of a run: a ControlNet's VAE may need memory."""
+    """An ON_LOAD callback: weights may have moved, also in the middle of a run, as a ControlNet's VAE may need memory."""
     new_run(diffusion_model(patcher))
 
 
@@ -172,7 +172,7 @@ def settings_for(patcher, no_node: str) -> CompileSettings | str:
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
     with _as_built(patcher):
         plan = plan_for(diffusion_model(patcher))
-        return plan.select(settings.patterns) if plan.blocks else plan  # the search has failed, which the log says
+        return plan.select(settings.patterns) if plan.blocks else plan  # else the search failed, which was logged
 
 
 @contextmanager

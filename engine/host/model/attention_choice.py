@@ -26,13 +26,13 @@ OPTIONS_AT = 5
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 # What this process has measured: (structure, input) -> kernel. ComfyUI may free a model after each prompt.
 _measured: dict[tuple[str, str], str] = {}
-# Per model, the survey whose kernels the worker makes ready, and the worker's job.
+# Per model, the survey whose kernels the worker loads, and the worker's job.
 _being_prepared: PerModel[list[tuple[AttentionSurvey, Job]]] = PerModel(lambda _network: [])
-# Per model, surveys in which it did not call the host's attention: a step cache may have skipped the call. After MOST_UNASKED
-# the model seems to have an attention of its own.
+# Per model, surveys in which the model did not call the host's attention: a step cache may have skipped the call. After
+# MOST_UNASKED surveys the model seems to have an attention of its own.
 _unasked: PerModel[list[AttentionSurvey]] = PerModel(lambda _network: [])
 MOST_UNASKED = 3
-# Cards on which this process has made kernels ready.
+# GPUs on which this process has loaded kernels.
 _prepared: set[torch.device] = set()
 # Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
 _preferences: PerModel[list[nn.Module]] = PerModel(
@@ -41,7 +41,7 @@ _preferences: PerModel[list[nn.Module]] = PerModel(
 
 
 def check_fullgraph(settings: CompileSettings) -> None:
-    """Raise InvalidSetting where no block can be one graph: the host's attention asks for the free memory."""
+    """Raise InvalidSetting if no block can be one graph because the host's attention asks for the free memory."""
     flags = {host_attention.attention_split: "split", host_attention.attention_sub_quad: "quad"}
     name = flags.get(host_attention.optimized_attention)
     if settings.enabled and settings.fullgraph and name and (settings.attention == "comfyui" or not torch.cuda.is_available()):
@@ -59,12 +59,12 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
 
 
 def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = True) -> tuple[tuple, Callable | None]:
-    """Return the arguments for `apply_model`, with a kernel in the options where that is allowed, and a function or None.
+    """Return the arguments for `apply_model`, with an override for the kernel where that is allowed, and a function or None.
 
     Nothing is compiled before a kernel is chosen: if there is a function, the caller makes the call eager, and then calls the
     function, which measures the kernels. No extra call of the model is made, as another pack may count calls, or draw random
-    numbers. Unless the call is `synchronous`, the worker thread first makes kernels ready (loading cuDNN's takes 1 to 2 s), and
-    the function of a later call measures them.
+    numbers. Unless the call is `synchronous`, the worker thread first loads the kernels (cuDNN's take 1 to 2 s), and the
+    function of a later call measures them.
     """
     options = args[OPTIONS_AT]
     if wanted == "comfyui" or OVERRIDE in options or not _can_measure(args[0].device):
@@ -110,7 +110,7 @@ def _is_kept(wanted: str) -> bool:
 
 
 def is_being_prepared(network: nn.Module) -> bool:
-    """Whether kernels of attention are made ready for the network, or are to be measured next."""
+    """Whether attention kernels are being loaded for the network, or are to be measured next."""
     return bool(_being_prepared(network))
 
 
@@ -119,13 +119,13 @@ def _must_prepare(device: torch.device) -> bool:
 
 
 def _prepare(base_model, survey: AttentionSurvey) -> None:
-    """Have the worker make kernels ready; a later call of the model runs `_choose`."""
+    """Have the worker load kernels; a later call of the model runs `_choose`."""
     device = next((call[0].device for call in survey.calls), None)
     if device is None:  # there is nothing to measure
         return _choose(base_model, survey)
 
     def prepare() -> None:
-        with gpu_locks[device]:  # no other work may run on a card during a capture
+        with gpu_locks[device]:  # no other work may run on a GPU during a capture
             if survey.prepare():
                 _prepared.add(device)
 

@@ -1,13 +1,13 @@
-"""Leave code whose graphs break where it is slower than none.
+"""Run a model's calls uncompiled where graph breaks make compiled calls slower than uncompiled ones.
 
 A patch or an attention override of another pack is called between two graphs of a block (transformer_options/outside.py). Where
-the GPU waits for the CPU, as in SDXL with image prompts on a fast card, such code may take longer than the uncompiled block.
-What steps took before does not tell: other things ran beside them. So when all code is there, calls take turns with uncompiled
-ones, and the faster kind stays until new code is made.
+the GPU waits for the CPU, as in SDXL with image prompts on a fast card, a block with graph breaks may take longer than
+uncompiled. Seconds of earlier steps do not tell, as other work ran beside those steps. So when all code is there, compiled and
+uncompiled calls take turns, and the faster kind stays until new code is made.
 
-The turns are Thue and Morse's sequence: samplers that call the model twice a step have a rhythm of their own. The GPU is waited
-for before and after each of these calls. The least seconds count, as other programs can only add to them. Where a wrapper or a
-forward of another node may skip the blocks, as step caches do, nothing is compared.
+The order of turns is the Thue-Morse sequence: samplers that call the model twice a step have a period of their own. The GPU is
+synchronized before and after each of these calls. The shortest call of each kind counts, as other programs can only add time.
+Nothing is compared where a wrapper or a forward of another node may skip the blocks, as step caches do.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -30,11 +30,11 @@ from ..graphs.policy import forget_last_call
 from .attention_choice import OPTIONS_AT
 from .observer import patches_in
 
-# How many calls of each kind are compared, and how many take turns for that: some are not timed.
+# How many calls of each kind are compared, and how many calls take turns at most, as some are not timed.
 COMPARED, MOST_TURNS = 6, 30
 # Share by which compiled calls may be slower.
 SAME = 0.03
-# So many comparisons are kept, those used last.
+# The most comparisons that are kept; the least recently used are evicted.
 MOST = 64
 
 takes_turns_on: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
@@ -45,9 +45,9 @@ class Comparison:
     """Seconds of calls with the same inputs.
 
     Args:
-        inputs: shapes of the first call's conditioning; calls with others take no turns.
+        inputs: shapes of the first call's conditioning; calls with other shapes take no turns.
         turns: how many calls have taken turns.
-        slower: in words, by how much compiled calls are slower; None: they are not, or that is not known.
+        slower: in words, by how much compiled calls are slower; None: they are not slower, or not compared yet.
     """
 
     inputs: Hashable
@@ -65,10 +65,10 @@ class Comparison:
         return min(len(self.compiled), len(self.uncompiled)) >= COMPARED
 
     def take_turn(self, code: ModelCode, device: torch.device, compiled: Callable, uncompiled: Callable) -> object:
-        """Make a call compiled or uncompiled, and time it, unless something was made in it."""
+        """Run a call compiled or uncompiled. Its seconds count unless code was made in it, or blocks ran the other way."""
         is_compiled = self.turns.bit_count() % 2 == 0
         self.turns += 1
-        code.mixed += 1  # its step is no step of one kind
+        code.mixed += 1  # the call's step counts neither as compiled nor as uncompiled
         before, eager_calls, began = code.compiles, code.eager_calls, seconds_when_done(device)
         result = (compiled if is_compiled else uncompiled)()
         seconds = seconds_when_done(device) - began
@@ -89,8 +89,8 @@ _name_of: PerModel[str] = PerModel(name_of)
 
 
 def comparison_for(network: nn.Module, settings: CompileSettings, args: tuple, kwargs: dict) -> tuple[Comparison | None, bool]:
-    """The comparison that concerns a call `apply_model(*args, **kwargs)`, whose code is there, and whether the call may take a
-    turn. None: its graphs do not break, or no call can be timed."""
+    """The comparison for a call `apply_model(*args, **kwargs)`, and whether the call may take a turn. None: the call has no
+    graph breaks, its code is not all there, or calls cannot be compared."""
     x, options, code = args[0], args[OPTIONS_AT], code_of(network)
     patches, groups = _patches_in(options), code.groups_of(settings)
     is_cut = any(group.stats.graph_breaks and (patches or group.code.breaks_alone) for group in groups)
@@ -107,7 +107,7 @@ def comparison_for(network: nn.Module, settings: CompileSettings, args: tuple, k
 
 
 def _patches_in(options: Mapping) -> tuple[str, ...]:
-    """What of other packs and of the host's own nodes runs inside the network: kinds of patches, an override of attention."""
+    """Kinds of patches, of other packs and of the host's own nodes, inside the network; OVERRIDE if attention is overridden."""
     override = options.get(OVERRIDE)
     is_ours = override is None or getattr(override, "reads_no_options", False)
     return patches_in(options) if is_ours else (*patches_in(options), OVERRIDE)

@@ -71,7 +71,7 @@ class CompiledControl:
 class StandIn:
     """Take the place of a ControlNet's network; only calls differ.
 
-    Other packs ask for the class of the network and its name, and set attributes or a forward. So a StandIn has the network's
+    Other packs check the class of the network and its name, and set attributes or a forward. So a StandIn has the network's
     `__dict__`, and a class that inherits from the network's, see `stand_in_for`. The host's copies of a ControlNet keep the
     StandIn (comfy/controlnet.py, `copy`). A copy of the StandIn itself, as in the host's deep copies for other GPUs, is a copy
     of the network.
@@ -96,7 +96,7 @@ class StandIn:
         return self.torch_compile_kit.network.__reduce_ex__(protocol)
 
 
-# With these attributes `torch.compile` of a StandIn takes the network (torch/_dynamo/eval_frame.py, `innermost_fn`).
+# With these attributes `torch.compile` of a StandIn compiles the network (torch/_dynamo/eval_frame.py, `innermost_fn`).
 _OF_COMPILE = {
     "_torchdynamo_orig_callable": property(lambda self: self.torch_compile_kit.network),
     "_torchdynamo_wrapper_id": property(id),
@@ -129,7 +129,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     compiled = control.copy()
     kind, why = type(control).__name__, obstacle(network)
     if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
-        why = why or told("controlLeft", kind)  # the network runs once an image, or is made anew for each
+        why = why or told("controlLeft", kind)  # the network runs once per image, or is created anew for each image
         Line(node).put("control", why)
         logger.info("%s is %s", kind, in_words(why, ENGLISH))
         return compiled
@@ -162,11 +162,11 @@ def _end_run(patcher: Any) -> None:
 
 
 class EndRunAtLoad:
-    """Override `partially_load` of a ControlNet's patcher, which the host calls before each run, to end the run before.
+    """Override `partially_load` of a ControlNet's patcher, which the host calls before each run, to end the previous run.
 
     The host calls no ON_CLEANUP after a cancelled run (comfy/samplers.py, `outer_sample`), and no ON_LOAD for a ControlNet that
-    is loaded whole. The host also calls it in the middle of a run when a VAE needs memory: weights may move then, so the next
-    call begins another run.
+    is loaded whole. The host also calls `partially_load` in the middle of a run when a VAE needs memory: weights may move then,
+    so the next call begins another run.
     """
 
     model: nn.Module

@@ -30,7 +30,7 @@ from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
-# Whether calls may run while the compiler is imported: on a CPU they would share its cores with the import.
+# Whether calls may run while the compiler is being imported: on a CPU the import would take cores from the calls.
 imports_beside_calls: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
@@ -44,7 +44,7 @@ class NetworkCalls:
 
     @contextmanager
     def prepared(self) -> Iterator[ModelCall]:
-        """A context for one call, with the settings of PyTorch and of the host that hold also for an uncompiled call."""
+        """A context for one call, compiled or not, which applies the settings of PyTorch and of the host."""
         if compiler.awaited:
             compiler.wait(poll=raise_if_interrupted)
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
@@ -56,7 +56,7 @@ class NetworkCalls:
     def run(self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object]) -> object:
         """Make the call `run`, of a latent of `size` numbers.
 
-        No block is compiled in the call if compiling would not pay yet (`call.waits`), or while the compiler is imported.
+        No block runs compiled if compiling would not pay off yet (`call.waits`), or while the compiler is being imported.
         """
         network, code = loaded.network, code_of(loaded.network)
         compiles = self.settings.backend != "cudagraphs" and not code.compiles
@@ -73,16 +73,16 @@ class NetworkCalls:
                 if way is Way.REPLAYED:
                     way = Way.COMPILED  # a replay traces nothing
                 if is_short_of_memory(loaded.device):
-                    graphs_of(network).forget()  # they hold as much memory as this call needs in addition
+                    graphs_of(network).forget()  # the graphs hold as much memory as this call needs in addition
             code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
-            call.puts_off &= way is not Way.REPLAYED  # replays would not tell what they lack
+            call.puts_off &= way is not Way.REPLAYED  # a replay runs no block that could report missing code
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
                     scopes.enter_context(graphed(loaded, binding, self.notes, size))
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
-                # If not plain there can be no graph; what was lacking in the last call may be lacking now.
+                # If not plain there can be no graph; code that the last call lacked may be lacking in this call.
                 if way is Way.MEASURED and binding.plain and watch_of(network).lacks() is None:
                     run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
@@ -98,8 +98,8 @@ def is_synchronous(settings: CompileSettings) -> bool:
 
 
 def prepare_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> None:
-    """Have the kernels made for channels_last before a UNet's first step, which loads weights for seconds. Made later, they are
-    missing in the first prompt's graphs, and the second's are captured anew."""
+    """Start compiling the channels_last kernels before a UNet's first step, which loads weights for seconds. Compiled later,
+    the kernels are missing in the first prompt's graphs, and the second prompt's graphs are captured anew."""
     if always_replays(settings, network, device) and not is_synchronous(settings):
         norm_kernels.prepare(device)
 
@@ -125,7 +125,7 @@ def begin_run(network: nn.Module, *statuses: Status | None) -> None:
 
 
 def end_run(base_model: nn.Module) -> None:
-    """A sampling run of the patcher's model is over, also one that failed."""
+    """Called when a sampling run of a model is over, also after an error."""
     release_buffers()
     forget_weights(base_model)
     network = getattr(base_model, "diffusion_model", base_model)
@@ -134,6 +134,6 @@ def end_run(base_model: nn.Module) -> None:
 
 
 def raise_if_interrupted() -> None:
-    """Stop here when the user has pressed cancel."""
+    """Raise the host's exception if the user has pressed cancel."""
     # The host polls before every layer, but not inside compiled code (comfy/ops.py, run_every_op).
     comfy.model_management.throw_exception_if_processing_interrupted()

@@ -30,7 +30,7 @@ def observed(settings: CompileSettings, status: Status | None, base_model, args:
     with nullcontext() if status is None or is_told_elsewhere else _step(settings, status, base_model, args, kwargs):
         try:
             yield
-        except BaseException:  # count its code now, so that the next run does not report it
+        except BaseException:  # count code of this call now, so that the next run does not report it
             watch.added(key, stats_for(network, settings))
             raise
         if (monitor.compilations != compilations or is_warming()) and not are_training(network, args[0]):
@@ -46,7 +46,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
     network, x, options = base_model.diffusion_model, args[0], args[OPTIONS_AT]
     code, graphs = code_of(network), graphs_of(network)
     inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, patches_in(options)
-    status.begins(network, options.get("sigmas"), inputs)  # the sampler makes one object `sigmas` a step
+    status.begins(network, options.get("sigmas"), inputs)  # the sampler creates one object `sigmas` per step
     made, waits, eager_calls = (monitor.compilations, graphs.captures + graphs.checks), compiler.awaited, code.eager_calls
     mixed = code.mixed
     try:
@@ -55,7 +55,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
         status.stopped()
         raise
     is_eager = code.eager_calls > eager_calls
-    # On a CPU the compiler, or its import, takes cores from an eager step: compiled steps would save less than it seems.
+    # On a CPU the compiler, or its import, takes cores from an eager step, which makes compiled steps look too good.
     beside = is_eager and x.device.type == "cpu"
     beside |= code.mixed > mixed  # neither compiled nor uncompiled
     beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # such steps are slower than without this pack

@@ -1,21 +1,21 @@
-"""Put compiling off until it would have paid: ski rental.
+"""Put compiling off until it would have paid off: the ski rental problem.
 
-An uncompiled run loses what compiled code would have saved, compiling costs seconds, and nobody knows how many runs follow. To
-compile when the losses reach the cost takes at most one compilation longer than the better of *always* and *never*. So
-uncompiled runs are counted: on disk, and per structure, as ComfyUI may free a model after each prompt (`--cache-none`, little
+An uncompiled run loses the time that compiled code would have saved, compiling costs seconds, and nobody knows how many runs
+follow. Compiling when the losses reach the cost takes at most one compilation longer than the better of *always* and *never*.
+So uncompiled runs are counted: on disk and per structure, as ComfyUI may free a model after each prompt (`--cache-none`, little
 RAM). The bound also holds for compiling sooner, and large models should not wait: so some runs are expected in advance.
 
-1. A run of the sampler would save its mean seconds, over the runs so far and this one (estimated from its first calls), times
-   the share of a step that compiled code of the structure was measured to save, else SAVED.
-2. Tracing costs in each session. The session's runs so far, or as many as a usual session has, must save that.
-3. Lowering and the rest cost once, as the code is kept. All runs so far, or RUNS, must save that. Both costs are estimated
-   from the seconds of tracing.
+1. The saving per run is a run's mean seconds, over the runs so far and this one (estimated from its first calls), times the
+   share of a step that compiled code of the structure was measured to save, else SAVED.
+2. Tracing costs in each session: the session's runs so far, or as many as a usual session has, must save its cost.
+3. Lowering and the rest cost once, as the code is kept: all runs so far, or RUNS runs, must save their cost. Both costs are
+   estimated from the seconds of tracing.
 
-A batch or patch for which a compiled model has no code may come once. So it is traced when the calls that lacked code, whatever
-for, have lost what a trace costs, with those that the run still has when the code is there; what has code runs it meanwhile.
+A batch or patch for which a compiled model has no code may never come again. So the next trace waits until all calls that
+lacked code, with those that the run still has when the code is there, lose what a trace costs. Blocks with code run compiled.
 
-A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of what there is to gain: compiled
-code has to pay in comparison with these replays.
+A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of the gain: compiled code has to
+pay off in comparison with these replays.
 """
 
 import itertools
@@ -41,15 +41,15 @@ from ...per_model import PerModel
 from ...settings import CompileSettings
 from .structure_record import SAVED, Record, find_record, record_of
 
-# Seconds that compiling costs prompts, lowering beside the sampler and loading included, as a multiple of those of tracing:
-# 3 to 5 s on two H100 machines, where tracing Flux took 2.3 s (benchmarks/results).
+# By how many seconds a first compilation delays prompts, lowering beside the sampler and loading included, as a multiple of the
+# seconds of tracing: 3 to 5 s on two H100 machines, where tracing Flux took 2.3 s (benchmarks/results).
 FIRST_TIME = 2.0
 # Runs that a session is expected to have.
 RUNS = 10
 # Multiplications a second on a fast card: those of Flux on an H200.
 FASTEST = 300e12
-# First and last call of the sampler whose begin is timed; the call before them loads weights and kernels. The median of the
-# calls between counts: something may be made ready in one call, or a step cache may skip one.
+# First and last call of the sampler whose start is timed; the first call of all loads weights and kernels. The median of the
+# calls between counts: one call may include one-time work, and a step cache may skip one.
 CALLS = 2, 5
 # From this call on, calls take as long as in later runs: a UNet's graph has been captured and checked.
 SETTLED = 9
@@ -59,18 +59,18 @@ counts_runs_on: Callable[[torch.device], bool] = lambda device: device.type == "
 
 @dataclass
 class Payback:
-    """Whether compiling a model is worth while.
+    """Decide whether compiling a model pays off.
 
     Args:
-        after: in about how many runs of the sampler compiling will pay; None: it does now, or nothing was timed.
-        _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
-        _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
-        _captured: graphs that had been captured, and compared, when the run began.
-        _began: number of a timed call -> when that call began, a result of `moment_of`: to wait for the GPU would slow steps.
-        _runs_lacking: in about how many runs what the last call lacked is traced; None: it lacked nothing.
-        _lacking, _put_off, _traced: of the model's code when the last call began; `_called`: when that was.
+        after: in about how many runs of the sampler compiling will pay off; None: now, or nothing was timed.
+        _steps: number of the sampler's steps in this run; `_replays`: until compiling begins operators are replayed.
+        _calls: number of the sampler's calls in this run. If prompts do not fit in one batch, each is several model calls.
+        _captured: how many graphs had been captured, and how many compared, when the run began.
+        _began: number of a timed call -> its start, a result of `moment_of`, as synchronizing the GPU would slow steps.
+        _runs_lacking: in about how many runs code that the last call lacked is traced; None: the call lacked no code.
+        _lacking, _put_off, _traced: these attributes of `ModelCode` when the last call began; `_called`: the time of that.
         _call: seconds of a call as the CPU sees them.
-        _at_once: the last run in which traces begin at once; `_pays`: in this one since they pay.
+        _at_once: number of the last run in which traces are not put off; `_pays`: in this run they are not, as they pay off.
     """
 
     record: Record
@@ -108,7 +108,7 @@ class Payback:
             record.share = max(share, SAVED / 4)  # not 0: code that was slow once, on a busy machine, is tried again
         if self._calls:
             self._count_lost(code)
-            if code.traced > self._traced:  # the next call shows what this trace does not fit
+            if code.traced > self._traced:  # only a call of the next run shows what this trace does not fit
                 self._at_once = code.runs + 1
         if code.traced:
             record.add_trace(code.traced - code.lowered)
@@ -130,7 +130,7 @@ class Payback:
             record.runs_now += self._calls > 0
             record.keep()
         if self._calls and not code.compiles and (record.is_decided or self.after == 1):
-            get_ready_to_compile()  # in the pause between two prompts: the next run begins to compile, maybe in its middle
+            get_ready_to_compile()  # in the pause between prompts: compiling begins in the next run, maybe in its middle
         self._calls, self._sigmas, self._began, self._replays, self._pays = 0, None, {}, False, False
 
     def is_worthwhile(
@@ -166,19 +166,19 @@ class Payback:
         return synchronous or record.is_decided
 
     def puts_off_traces(self, network: nn.Module, settings: CompileSettings, at_once: bool) -> bool:
-        """Decide, after `is_worthwhile`, whether further traces begin in this call; returns whether they do not.
+        """Whether further traces are put off in this call; asked after `is_worthwhile`.
 
         Args:
-            at_once: each trace begins at once.
+            at_once: no trace is put off.
         """
         code, record = code_of(network), self.record
         if at_once or record.is_asked or not self._calls:
-            self._at_once, self._runs_lacking = code.runs + 1, None  # the next run shows what this one has left
+            self._at_once, self._runs_lacking = code.runs + 1, None  # the next run shows what this run has left untraced
             return False
         groups = code.groups_of(settings)
         left = (self._steps - self._calls + 1) * self._call - max((group.code.lowering for group in groups), default=0.0)
         self._pays |= record.lost + max(0.0, left) * record.expected_share >= record.expected_trace(2)
-        # After a graph break nobody sees whether code is missing; discarded code is made again at once.
+        # After a graph break missing code goes unnoticed; discarded code is made again at once.
         is_unclear = any(group.stats.graph_breaks or (group.code.version and not group.code.has_code) for group in groups)
         if self._pays or is_unclear or not any(group.code.has_code for group in groups):
             self._at_once = max(self._at_once, code.runs)
@@ -195,12 +195,12 @@ class Payback:
             self._call = now - self._called
         if self._calls > 1:
             self._count_lost(code)
-        if code.put_off > self._put_off:  # first traces go on that had taken too long
+        if code.put_off > self._put_off:  # the first traces go on, which were stopped as they took too long
             self._at_once = max(self._at_once, code.runs)
         self._called, self._put_off, self._traced = now, code.put_off, code.traced
 
     def _count_lost(self, code: ModelCode) -> None:
-        """Count what the last call has lost if it lacked code. A run of two steps cannot be timed: it loses a trace."""
+        """Count the seconds that the last call lost for lack of code. A run of two steps cannot be timed: it loses a trace."""
         lacks, self._lacking, self._runs_lacking = code.lacking > self._lacking, code.lacking, None
         if lacks:
             trace = self.record.expected_trace(2)
@@ -231,8 +231,8 @@ class Payback:
                     record.seconds, record.runs, record.is_decided = seconds, runs, True
 
     def _is_timed(self) -> bool:
-        """Whether the begin of this call is one of those from which the first decision is made: not of calls that are replayed,
-        if the run has enough of them that replays settle. Other packs' code may end replays after some calls."""
+        """Whether the start of this call is timed for the first decision: not if calls are replayed, and the run has enough
+        calls for replays to settle. Other packs' code may end replays after some calls."""
         is_replayed = self._replays and self._steps >= SETTLED
         return not is_replayed and self._calls < SETTLED and len(self._began) <= CALLS[1] - CALLS[0]
 
@@ -240,7 +240,7 @@ class Payback:
         return moment_of(self._device or torch.device("cpu"))
 
     def _runs_to_go(self, seconds: float, runs: float, runs_now: int) -> int:
-        """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
+        """In about how many runs compiling will have paid off, after `runs` that took `seconds`; 0: it has now."""
         record = self.record
         saved = max(seconds / runs * record.expected_share, 1e-3)
         # The mean of earlier sessions and of RUNS, which weighs as much as half a session.
@@ -253,7 +253,7 @@ class Payback:
 
 
 def least_seconds(network: nn.Module, x: torch.Tensor) -> float:
-    """How long a call of a transformer for the latent `x` takes at least. Most patches are 2x2; packed weights count less."""
+    """The least seconds of a transformer's call for the latent `x`. Most patches are 2x2; packed weights count less."""
     patches = x.numel() / x.shape[1] / 4 if x.dim() > 1 else 0
     return sum(parameter.numel() for parameter in network.parameters()) * patches / FASTEST
 

@@ -1,4 +1,4 @@
-"""Keep what is known of all models of one structure: in memory, and on disk beside their code."""
+"""Keep run times and decisions for all models of one structure: in memory, and on disk beside their code."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ TRACE = 2.0
 # Share of a step that compiling saves where it was not measured (docs/measurements.md: 0.19 and more; 0.14 and more of a UNet's
 # replayed operators).
 SAVED = 0.2
-# Structures that are kept in memory.
+# The most records that are kept in memory.
 MOST_RECORDS = 32
 # Seconds from a run until its numbers are written: not at once, as a user's folder may be on a slow network.
 KEEP_AFTER = 30.0
@@ -25,18 +25,18 @@ CHOICE, ASKED, YES, NUMBERS = "compiled", "compile now", "yes", "payback"
 
 @dataclass
 class Record:
-    """What is known of all models of one structure.
+    """Run times and decisions for all models of one structure.
 
     Args:
         seconds: that uncompiled calls of the model took, in `runs` runs of the sampler.
-        share: of a step's time, measured, that compiled code saves; 0: not measured.
+        share: measured share of a step's time that compiled code saves; 0: not measured.
         trace: seconds of tracing in a session's first run that traced, the least of all sessions; 0: no run has traced.
         sessions: number of earlier sessions; `session_runs`: number of their runs, compiled or not.
         is_kept: a run has traced the structure, in this session or before, so that its code is on disk.
         is_decided: the structure is compiled in this session.
         is_asked: the user has asked for that, in this session or before.
         runs_now: number of runs in this session.
-        lost: seconds that code would have saved in calls that lacked it, since it was last made for that.
+        lost: seconds that calls have lost for lack of code; 0 again when code was made because of that.
     """
 
     structure: str
@@ -86,8 +86,8 @@ class Record:
             store.remember(self.structure, {ASKED: YES})
 
     def add_trace(self, seconds: float) -> None:
-        """Note how long a run has traced. A session's first counts, as later ones are of other sizes or patches, and of all
-        sessions the shortest: after a long one, on a busy machine, the structure would not be traced, and measured, again."""
+        """Note how long a run has traced. A session's first run counts, as later ones trace other sizes or patches, and of all
+        sessions the shortest: after a long one, on a busy machine, the structure would never be traced and measured again."""
         self.is_kept = self.is_decided = True
         if not self._has_traced:
             self._has_traced, self.trace = True, min(seconds, self.trace or seconds)
@@ -100,7 +100,7 @@ class Record:
         return self.share or SAVED
 
     def expected_trace(self, most: float) -> float:
-        """Seconds of tracing; if not measured, those of others, up to `most` times TRACE: LTX-AV's 13 s tell little of Flux."""
+        """Seconds of tracing; if not measured, of other structures, up to `most` * TRACE: LTX-AV's 13 s tell little of Flux."""
         return self.trace or min(record_of(_any_structure()).trace or TRACE, most * TRACE)
 
 

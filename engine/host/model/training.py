@@ -2,7 +2,7 @@
 
 The node loads the model again from the file, and wraps its modules for gradient checkpointing before the first call. The
 compiled forwards must be in the blocks by then, and stay there until training ends, since the backward runs them again.
-So forwards are exchanged when the trainer's model is cloned, and are freed with that model.
+So forwards are replaced when the trainer's model is cloned, and freed with that model.
 """
 
 import gc
@@ -34,17 +34,17 @@ class Trained:
     code: ModelCode
     settings: CompileSettings
     compiles: bool = False  # whether blocks run compiled in this step
-    # PyTorch's number of threads on the thread that trains. On a backward's thread it differs, and guards compare it.
+    # `torch.get_num_threads()` on the thread that trains. On a backward's thread the number differs, and guards compare it.
     threads: int = field(default_factory=torch.get_num_threads)
 
 
-# Under dynamic VRAM, weights of at most this part of the memory that is to be had are loaded as a whole for a training.
+# Under dynamic VRAM, a trainer's weights are loaded as a whole if they take less than this part of the free memory.
 MOST_OF_MEMORY = 1 / 3
 _trained: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
 
 
 def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
-    """An ON_CLONE callback: blocks of a clone with another model run compiled while gradients are wanted."""
+    """An ON_CLONE callback: if the clone has another model, its blocks run compiled while gradients are enabled."""
     network = clone.model.diffusion_model
     if network is patcher.model.diffusion_model or torch.is_inference_mode_enabled():  # a copy for another GPU, for sampling
         return
@@ -56,21 +56,21 @@ def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
 
 
 def _load_as_a_whole(clone: Any) -> None:
-    """Keep a trainer's weights out of dynamic VRAM, where it leaves enough memory: no block can run compiled while its weights
-    come and go between forward and backward. The trainer asks for all of them on the GPU (`force_full_load`), as without
-    dynamic VRAM, and has loaded them as a patcher without it does (comfy/model_patcher.py, `clone`)."""
+    """Keep a trainer's weights out of dynamic VRAM, if memory allows: no block can run compiled while its weights come and go
+    between forward and backward. The trainer asks for all weights on the GPU (`force_full_load`), as without dynamic VRAM, and
+    has loaded the weights as a patcher without dynamic VRAM does (comfy/model_patcher.py, `clone`)."""
     paged = comfy.model_patcher.ModelPatcherDynamic
     if type(clone) not in (paged, overridden(paged, EvenLoad)):
         return
-    # In a process with dynamic VRAM weights keep the file's dtype when they are loaded, also where the model has another one.
+    # In a process with dynamic VRAM, weights keep the file's dtype when they are loaded, even if the model has another dtype.
     is_of_its_dtype = {p.dtype for p in clone.model.diffusion_model.parameters()} == {clone.model_dtype()}
     if is_of_its_dtype and clone.model_size() < MOST_OF_MEMORY * clone.get_free_memory(clone.load_device):
         clone.__class__ = comfy.model_patcher.ModelPatcher
 
 
 def free_trained() -> None:
-    """Free the models of trainings that are over. The trainer leaves them in cycles, and the host collects those only after the
-    prompt: until then their weights would take the VRAM that a sampler in the same prompt needs."""
+    """Free the models of trainings that are over. The trainer leaves them in reference cycles, and the host collects garbage
+    only after the prompt: until then their weights would take the VRAM that a sampler in the same prompt needs."""
     if _trained and not comfy.model_management.in_training:
         gc.collect()
 
@@ -120,5 +120,5 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
 
 
 def _no_view(value: Any) -> Any:
-    """Clone a view: the first block's input is one, of a layer's output, and guards would ask all other inputs to be views."""
+    """Clone a view: the first block's input is a view of a layer's output, and guards would require views in other blocks."""
     return value.clone() if isinstance(value, torch.Tensor) and value.requires_grad and value._is_view() else value

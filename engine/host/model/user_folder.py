@@ -52,8 +52,8 @@ def prompt_came() -> None:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the store. Where the first call compiles, get ready for that while the model loads; else payback.py does when it is
-    to begin."""
+    """Open the store. If the first call compiles, get ready to compile while the model loads; else payback.py does so when
+    compiling is to begin."""
     _prompt_came.set()
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
     open_users_store()
@@ -62,7 +62,7 @@ def get_ready(settings: CompileSettings) -> None:
 
 
 def get_ready_again() -> None:
-    """After a restart: if the store has code of these versions, load it until a prompt comes, whose steps that would slow."""
+    """After a restart: load the store's code for these versions, until a prompt comes, whose steps loading would slow."""
     if forbids_threads() or not was_opened_before(kit_folder() / STORE):
         return
     store = open_users_store()

@@ -42,7 +42,7 @@ class LaidOut:
     """
 
     def __init__(self, name: str, function: Callable, line: Line):
-        # This object is set on the network: a reference to the network would keep both until garbage is collected.
+        # This object is set on the network: a reference to the network would be a cycle, which only garbage collection frees.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
         self._word, self.line = FUNCTIONS[name], line
         self.channels_last: bool | None = None  # whether this layout is taken; None: not decided
@@ -59,7 +59,7 @@ class LaidOut:
         if not args:  # the input is passed by name, and VAEs name it differently
             return self.function(**kwargs)
         x = args[0]
-        # Compiled by a later node: PyTorch would compile that node's code anew for each `ChannelsLast`.
+        # Compiled by a later node: PyTorch would recompile that node's code for each `ChannelsLast`.
         if _is_compiled(getattr(self.function, "__self__", None)):
             if self.channels_last is not False:
                 self.channels_last = False
@@ -150,7 +150,7 @@ def _bind_to_copy(patcher: Any, clone: Any) -> None:
 
 def _remove_own_methods(patcher: Any, *_: object) -> None:
     """An ON_DETACH callback, also called when a patcher is freed. Where the host took a LaidOut off a network, it left a bound
-    method in its place, which keeps the network in memory until garbage is collected: remove that method."""
+    method in its place, which keeps the network in memory until garbage collection: remove that method."""
     for name in FUNCTIONS:
         if is_of_class(patcher.model, name, vars(patcher.model).get(name)):
             delattr(patcher.model, name)

@@ -86,8 +86,8 @@ class BlockCompiler:
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
         """The wrapper of the patcher that runs the model: the host calls a guider's second model with the first one's options.
 
-        None for a model that no patcher runs, which other packs call with the options of ours: no node is connected to such a
-        model, and nothing would tell when its run is over.
+        None for a model that no patcher runs, which other packs call with the options of this model: no node is connected to
+        the other model, and nothing would tell when its run is over.
         """
         patcher = getattr(base_model, "current_patcher", None)
         if patcher is None:
@@ -96,7 +96,7 @@ class BlockCompiler:
 
     def _is_left(self, base_model, args: tuple) -> bool:
         """Whether the model is left as it is, since another node compiles it or has switched off PyTorch's compiler meanwhile;
-        logs that. With our forwards inside, PyTorch would compile the other node's code anew in each call, up to its limit."""
+        logs that. With our forwards inside, PyTorch would recompile the other node's code in each call, up to the limit."""
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
         before, watch.left = watch.left, obstacle(base_model.diffusion_model, args[OPTIONS_AT].get("wrappers", {}))
         if watch.left is not None and not before:
@@ -119,7 +119,7 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off, watch_of(network).lacks = payback.put_off, payback.lacks
-            # What forbids replays: some is known when a run begins, code of other packs when a call is to be captured.
+            # Obstacles to replays: some are known when a run begins, code of other packs when a call is to be captured.
             is_free = watch_of(network).foreign is None and graphs_of(network).model.obstacle is None
             replays = is_free and always_replays(self.settings, network, args[0].device)
             if self.settings.backend == "cudagraphs":  # this backend compiles nothing
@@ -146,14 +146,14 @@ class BlockCompiler:
             return self._faster(network, args, kwargs, compiled, functools.partial(eager, network, run))
 
     def _faster(self, network: nn.Module, args: tuple, kwargs: dict, compiled: Callable, uncompiled: Callable) -> object:
-        """Make a call compiled, unless that is known to be slower, see comparison.py."""
+        """Run a call compiled, unless compiled calls were measured to be slower, see comparison.py."""
         watch, device = watch_of(network), args[0].device
         comparison, may_turn = (None, False) if is_warming() else comparison_for(network, self.settings, args, kwargs)
         watch.left_slower = slower = comparison.slower if comparison is not None else None
         if slower is not None:
             self.notes.add(in_words(slower, ENGLISH))
             if is_short_of_memory(device):
-                graphs_of(network).drop()  # they were kept for calls without the patch
+                graphs_of(network).drop()  # the graphs were kept for calls without the patch
             return uncompiled()
         if comparison is None or not may_turn:
             return compiled()
@@ -186,7 +186,7 @@ def install_apply_model(patcher: Any) -> None:
     """Until `uninstall_apply_model`, add the patcher's own wrapper to the options of each call of its model.
 
     The host's guider of two models calls both with the options of the first (comfy_extras/nodes_custom_sampler.py,
-    `Guider_DualModel`). Ours is a bound method, as wrappers of other packs are given it and read its model (`__self__`).
+    `Guider_DualModel`). Our replacement is a bound method, as wrappers of other packs get it and read its model (`__self__`).
     """
     uninstall_apply_model(patcher)
     base_model, ours = patcher.model, patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
