@@ -36,7 +36,7 @@ from .sampling import labelled_latent, naming_the_size, sample, sampled_patcher
 from .warmup_plan import Size
 
 ROUNDS = 3
-# At most so many runs of a few steps, until attention and CUDA graphs are chosen, and all is compiled and captured.
+# The most runs of WARM_STEPS steps until attention and CUDA graphs are chosen, and everything is compiled and captured.
 MOST_WARM_RUNS = 6
 MAX_STEPS = 10_000
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def benchmark(
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
     parts = {} if profile is None else parts_of_model(patcher, settings, profile, step, steps - skipped)
     findings = sentences_about_model(patcher, settings, profile, steps, skipped)
-    others = _other_seconds(vae, clip, prepared["samples"])  # measured last: these models may take this one's memory
+    others = _other_seconds(vae, clip, prepared["samples"])  # measured last: loading these may unload the model
     lines = limits(parts | others, findings, step * (steps - skipped) + sum(others.values()), steps)
     watch_of(diffusion_model(patcher)).limits = lines
     notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
@@ -112,7 +112,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
     cost = CompileCost(warm.seconds, warm.graphs, before.graphs, warm.from_disk - before.from_disk, first_steps)
 
     results: dict[str, list] = {"eager": [], "compiled": []}
-    for index in range(ROUNDS):  # turn by turn, so that neither side always runs on the warmer chip
+    for index in range(ROUNDS):  # in alternating order, so that neither side always runs on the warmer chip
         for side in ("eager", "compiled") if index % 2 == 0 else ("compiled", "eager"):
             results[side].append(session.run(side, steps))
     late = stats_for(network, settings).graphs - warm.graphs
@@ -142,7 +142,7 @@ class _Session:
     def __init__(self, patcher, inputs: tuple[tuple[list, list], float, dict], progress: comfy.utils.ProgressBar):
         self.patcher, self.inputs, self._progress = patcher, inputs, progress
         self._patchers = {"eager": eager_clone(patcher), "compiled": patcher}
-        self.skipped = 0  # steps of the last eager run in which a cache of another node kept the blocks from running
+        self.skipped = 0  # steps of the last eager run in which another node's step cache skipped the blocks
 
     def run(
         self, side: str, steps: int, after_step: Callable[[], None] = lambda: None

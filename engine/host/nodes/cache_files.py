@@ -24,7 +24,7 @@ from ..model.attach import diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_store
 
 NO_FILE = "none"
-# By name of a file, how often it was not saved: while that goes up, ComfyUI must run the node again, whose inputs are the same.
+# File name -> how often saving failed, the node's fingerprint: after a failure ComfyUI runs the node again with equal inputs.
 not_saved: Counter[str] = Counter()
 # Windows writes a file named like a device to that device, whatever its suffix; files go from machine to machine.
 _DEVICE = r"(con|prn|aux|nul|(com|lpt)[0-9]) *(\..*)?"
@@ -122,7 +122,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
     if not names:
         raise CacheFileError("nothing is compiled yet; save it when the node says ready, or after Torch Compile Warmup.")
-    structures = {name_of(network) for _title, network, _groups in models}  # they name the attention kernel of the code
+    structures = {name_of(network) for _title, network, _groups in models}  # their choices name the code's attention kernel
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, store, names, structures, pack_version(), titles, sizes)
     return path, say("cacheSaved", path, count, f"{path.stat().st_size / 1024**2:.1f}", ", ".join([*titles, *sizes]))
@@ -155,7 +155,7 @@ def load_cache(filename: str) -> str:
 
 
 def state_of(filename: str) -> str:
-    """A text that changes when the file does, or the rights for which it was refused."""
+    """A text that changes when the file changes, or its permissions, for which it may have been refused."""
     stat = status_of(kit_folder() / filename) if filename in cache_files() else None
     return "" if stat is None else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_size}"
 

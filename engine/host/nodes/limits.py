@@ -22,7 +22,7 @@ from ..adapter import KEY
 from ..model.attach import diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel
 
-LEAST = 0.01  # share of a prompt; what takes less is not told
+LEAST = 0.01  # share of a prompt's time; smaller parts are left out
 GB = 1e9
 _AROUND_MODEL = (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.DIFFUSION_MODEL)
 
@@ -81,7 +81,7 @@ def _sentence(patcher, settings: CompileSettings, profile: StepProfile, kind: st
 
 
 def _runs_graphs(network) -> bool:
-    """Not while another node takes part in the steps: then they are kept for runs without it."""
+    """Whether steps replay CUDA graphs. Not while another node takes part: the graphs are then kept for runs without it."""
     return bool(graphs_of(network).graphs) and watch_of(network).foreign is None
 
 
@@ -105,7 +105,7 @@ def _failures(network, settings: CompileSettings) -> dict[str, str]:
 def sentences_about_model(
     patcher, settings: CompileSettings, profile: StepProfile | None, steps: int, skipped: int
 ) -> list[str]:
-    """Sentences about a model beside the parts of a step; a cache of steps left out `skipped` of `steps`."""
+    """Sentences about a model beside the parts of a step; a step cache skipped the blocks in `skipped` of `steps` steps."""
     network = diffusion_model(patcher)
     findings = [*([say("limitUnseen")] if profile is None else []), *_failures(network, settings).values()]
     if profile is not None:

@@ -45,7 +45,7 @@ from .cache_files import pack_version
 from .sampling import KEY, STEPS, one_by_one
 
 MODEL_NODE = "TorchCompileKitModel"
-# At most so large is a uint8 tensor that is read: a file describes a layer's format as JSON in such a tensor.
+# The largest uint8 tensor that is read: a file describes a layer's format as JSON in a small uint8 tensor.
 ABOUT_BYTES = 4096
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},

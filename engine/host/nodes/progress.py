@@ -15,7 +15,7 @@ from ...messages.words import say
 from ...threads import started
 
 SECONDS_BETWEEN_TEXTS = 1.0
-# Called with the owner of a page, the node's id and the text. nodes/routes.py sets it.
+# Called with the owner of a page, the node's id and the text; set by nodes/routes.py.
 tell_page: Callable[[status.Owner, str, str], None] | None = None
 
 
@@ -83,7 +83,7 @@ class WarmupProgress:
             self._bar.update(1)
 
     def _tick(self) -> None:
-        """Update the seconds while PyTorch compiles on the other thread."""
+        """Update the seconds in the text while another thread compiles."""
         while not self._ended.wait(SECONDS_BETWEEN_TEXTS):
             self._tell()
 

@@ -78,11 +78,11 @@ def _sample(
     if code.eager_calls != uncompiled:  # the attention was measured
         run()
     for _ in range(MEASURED_CALLS):
-        if payoff_of(network).backlogs:  # it is not known yet whether CUDA graphs pay
+        if payoff_of(network).backlogs:  # whether CUDA graphs pay is still being measured
             run()
     joined = any(call.prompts_per_call > 1 for call in watch_of(network).compiled_for.get(settings.settings_key(), ()))
     kind = settings.settings_key(), latent["samples"].shape[0] == 1
-    # If code is for all sizes, one such run is enough, unless something new was compiled.
+    # If code is for all sizes, one run with each prompt alone is enough, unless something new was compiled.
     if joined and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
         run(each_prompt_alone=True)
         if settings.dynamic != "false":

@@ -1,6 +1,6 @@
-"""Read the sizes that a warmup runs from the node's inputs, and measure the memory that it takes.
+"""Parse the sizes that a warmup runs from the node's inputs, and measure the memory that the warmup takes.
 
-RAM of this process and of those that compile beside it, VRAM of the GPU that samples.
+The memory is RAM of this process and of the processes that compile beside it, and VRAM of the GPU that samples.
 """
 
 import re
