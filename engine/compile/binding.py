@@ -57,7 +57,7 @@ def plan_for(model: nn.Module) -> BlockPlan:
 
 
 def _covered(model: nn.Module, plan: BlockPlan) -> int:
-    """How many parameters are in those blocks of a plan that the model has now."""
+    """The number of parameters in the blocks of a plan that the model has now."""
     return 0 if plan.whole_model else sum(map(size_of, dict.fromkeys(modules_at(model, plan))))
 
 
@@ -66,7 +66,7 @@ class Binding:
 
     Args:
         call: its `poll` is called before each block.
-        weights_of: makes the host's `ModelWeights` (host/weights/blocks.py, on a higher floor) for a list of blocks.
+        weights_of: makes the host's `ModelWeights` (host/weights/blocks.py, not imported here) for a list of blocks.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Binding:
             self._weights = code.look(model, lambda: weights_of(self._free), None)
 
     def _taken(self) -> Iterator[tuple[str, str]]:
-        """Blocks, and parts of our own blocks, that run another node's forward: (class, the forward's name)."""
+        """Yield (class, name of the forward) for each block, or part of a free block, that has another node's forward."""
         for block in (*self._blocks, *itertools.chain.from_iterable(map(parts_of, self._free))):
             if (forward := foreign_forward(block)) is not None:
                 yield type(unwrapped(block)).__name__, named_origin(forward)
 
     @property
     def plain(self) -> bool:
-        """Whether the model is as the host made it: no foreign forward or hook in a block, weights that stay in place."""
+        """Whether the model is as the host made it: no foreign forward or hook on a block, weights that stay in place."""
         hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
         is_untouched = len(self._free) == len(self._blocks) and not hooked
         return is_untouched and not self.weights_move
@@ -108,10 +108,10 @@ class Binding:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """While it lasts, the blocks run compiled.
+        """A context in which the blocks run compiled.
 
         Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
-        as always, and a forward that another node has put there stays.
+        as always, and a forward that another node has put on a block stays.
         """
         code = code_of(self._model)
         self.call.uncompiled |= self.call.waits
@@ -134,12 +134,12 @@ class Binding:
             code.put_off += self.call.put_off and not self.call.puts_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:
-                self._weights.drop()  # before the worker, as a rule, asks for room
+                self._weights.drop()  # before `over` queues jobs, for which the worker needs memory
             self.call.over()
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
-        """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:
-        the block before them has begun to fetch these weights."""
+        """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also need their weights put in place:
+        the block before has begun to fetch these weights."""
         if self.settings.backend == "cudagraphs":  # that backend records eager code, see cuda_graphs/capture.py
             code.eager.clear()
             code.parts.clear()
@@ -172,7 +172,7 @@ class _Run:
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
-    # If Dynamo traces this function, somebody compiles the whole model around us.
+    # If Dynamo traces this function, another node compiles the whole model.
     run = None if torch.compiler.is_dynamo_compiling() else runs.get(block)
     if run is None:
         return type(block).forward(block, *args, **kwargs)
@@ -190,7 +190,7 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
 
 
 def _has_weights(run: _Run) -> bool:
-    """Put the block's weights in place; False where there is no room for all at once: the host fetches layer by layer."""
+    """Put the block's weights in place; False if memory is too short for all of them: then the host fetches layer by layer."""
     if run.weights is None:
         return True
     try:
@@ -212,8 +212,8 @@ def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
-    """The modules of the plan's blocks; a module that a patch has removed, or that another node compiles from outside, is left
-    out. If a patch has put a module there that holds several blocks (a step cache over the blocks), those blocks instead."""
+    """Yield the modules of the plan's blocks, except those that a patch has removed, or that another node compiles from
+    outside. Where a patch has put one module over several blocks (a step cache), yield the blocks inside that module."""
     classes = {block.class_name for block in plan.blocks}
     for block in plan.blocks:
         module: nn.Module | None = model

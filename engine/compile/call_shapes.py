@@ -1,4 +1,4 @@
-"""Tell the shapes and memory layouts of a block's arguments, on which its graphs depend, and restore what a call changed."""
+"""Read and normalize the shapes and memory layouts of a block's arguments, and undo what a failed call changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,14 +44,14 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 
 @contextmanager
 def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
-    """A context in which Dynamo takes heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` for constants.
+    """A context in which heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` are constants for Dynamo.
 
     With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by heads and multiply by pairs.
     """
     rotary = [t for t in tensors_in(args, kwargs) if t.dim() == 6 and t.shape[-2:] == (2, 2) and t.shape[1] > 1]
     marked = [tensor for tensor in rotary if not any(hasattr(tensor, mark) for mark in private.STATIC_MARKS)]
     for tensor in marked:
-        # Not by `mark_static`, which PyTorch 2.15 takes for a part of the trace when called at its beginning.
+        # Not by `mark_static`: PyTorch 2.15 takes a call of that function when a trace begins for a part of the trace.
         vars(tensor).update(zip(private.STATIC_MARKS, ({2, 3}, True), strict=True))
     try:
         yield
@@ -62,7 +62,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
 
 
 class Changed:
-    """Restore the tensors among the arguments `call` (args, kwargs) after a call with them has failed halfway."""
+    """Copy the tensors in `call` (args, kwargs), and restore them after a call with these arguments has failed halfway."""
 
     def __init__(self, call: tuple):
         self._call = call
@@ -70,7 +70,7 @@ class Changed:
         self._is_kept = False
 
     def keep(self) -> None:
-        """Copy all tensors when called the first time. If memory is too short for that, nothing can be put back."""
+        """Copy all tensors, in the first call of this method. If memory is too short for that, nothing can be put back."""
         if self._is_kept:
             return
         self._is_kept, self._kept = True, None
@@ -90,7 +90,7 @@ class Changed:
         return self._kept is not None
 
     def put_back(self) -> bool:
-        """Restore the tensors; whether that was possible."""
+        """Restore the tensors; returns whether that was possible."""
         for tensor, copy in self._kept or ():
             memory = memory_of(tensor)
             if not torch.equal(memory, copy):
@@ -111,10 +111,10 @@ def copied_containers(value: Any) -> Any:
 
 
 def in_usual_layout(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The arguments with tensors in layouts that save graphs, and (tensor, copy) of each that was copied for that.
+    """The arguments with tensors in layouts that save graphs, and (tensor, copy) of each copied tensor that can be written to.
 
-    Images are channels_last while that mode is on. The first block of a video model gets its tokens as a transposed view of a
-    convolution's output. Dimensions of size 1 (a batch of one) may have strides of another layout than guards expect.
+    Images become channels_last while `ChannelsLast` is on. The first block of a video model gets its tokens as a transposed
+    view of a convolution's output. Dimensions of size 1 (a batch of one) may have strides of another layout than guards expect.
     """
     copies = {id(a): (a, copy) for a in args if (copy := _in_saving_layout(a)) is not a}
     usual = tuple(_with_usual_strides(copies[id(a)][1] if id(a) in copies else a) for a in args)
@@ -123,7 +123,7 @@ def in_usual_layout(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.
 
 def _in_saving_layout(value: Any) -> Any:
     """A contiguous copy of `[batch, tokens, channels]` that is a dense view of `[batch, channels, tokens]`, an image in
-    channels_last while that mode is on; other values as they are."""
+    channels_last while `ChannelsLast` is on; any other value as it is."""
     if isinstance(value, torch.Tensor) and value.dim() == 3:
         return value.contiguous() if value.transpose(1, 2).is_contiguous() else value
     return function_mode.in_channels_last(value)
@@ -135,7 +135,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _with_usual_strides(value: Any) -> Any:
-    """A contiguous tensor's memory with the usual strides; other values as they are."""
+    """A view of a contiguous tensor with the usual strides; any other value as it is."""
     if not isinstance(value, torch.Tensor) or 1 not in value.shape or not value.is_contiguous():
         return value
     usual = value.view(-1).view(value.shape)

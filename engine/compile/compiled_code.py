@@ -1,4 +1,4 @@
-"""Compile the forward of one block group and call it; run eager what cannot be compiled, or stop where the user wants that."""
+"""Compile the forward of one block group and call it. If that fails, run the block eager, or raise with `on_failure` stop."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _excluded_at = 0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
 OTHERS = "Other blocks stay compiled."
-# How many new runs try again to compile code that failed for a reason that may have passed.
+# How many later runs retry code that failed to compile for a reason that may have passed.
 RETRIES = 3
-# A group with code of another pack that may read the options is given up if it was traced more often than this for the same
-# shapes in one run: that code reads what differs in each block or step.
+# The most traces for the same shapes in one run, for a group with another pack's code that may read the options. After more the
+# group is given up: that code reads a value that differs in each block or step.
 TRACES_IN_RUN = 4
 # Held in a call with new shapes: two such calls at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
@@ -59,30 +59,30 @@ class BlockCode:
 
     Args:
         name: for reports.
-        varying: attributes whose number differs between blocks (VACE's `block_id`), so that it is no constant of the graph.
-        lowering: seconds that the slowest of its graphs took to be lowered in this process's life.
-        compiles: how often it was traced, a graph of it was lowered, or its code was discarded.
-        jobs: one for each graph of it that waits for the worker or is being lowered.
-        version: goes up when what was compiled is discarded.
-        writes_in_place: some graph of it writes into a tensor, which may be an input.
-        failures: by names of patches, why calls with them run eager; for no patches, why all calls do.
+        varying: integer attributes that differ between blocks (VACE's `block_id`), and so must not be constants of the graph.
+        lowering: seconds of the slowest lowering of a graph in this process.
+        compiles: counts traces, lowerings of graphs and discards.
+        jobs: one for each graph that waits for the worker or is being lowered.
+        version: incremented when the code is discarded.
+        writes_in_place: a graph writes to a tensor, which may be an input.
+        failures: names of patches -> why calls with these patches run eager; () -> why all calls run eager.
         limit_reached: calls with new shapes run eager.
-        is_full: in this run PyTorch has refused one more variant of a code object, which takes milliseconds and logs a warning:
-            until the next run no block is traced, and what has code runs it.
-        patches: names of the patches inside the block in the current call; `options`: tells what its code named then.
+        is_full: PyTorch has refused another variant of a code object in this run. As each refusal takes milliseconds and logs a
+            warning, no block is traced until the next run; blocks run the code that exists.
+        patches: names of the patches inside the block in the current call; `options`: the filter of that block.
         breaks_alone: graph breaks of calls without patches.
-        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
-        entries: names of the entries in which its code is kept (cache/code_store.py).
-        why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
-        must_be_inline: by key of a request (compile_process/obtain.py), why a graph must be lowered in the call that traces it.
-        _failed_with: by patches, `options` when calls with them failed.
-        _retries: by patches, how often their failure was reset since code ran with them. Apart from these, how often
-            because a function that had been exchanged was back: it may be exchanged for the length of each call.
-        _traces_in_run: by shapes, how often it was traced for them in this run.
-        _traced: by result of `traced_state`, how many graphs there are for it.
-        _traced_from: start (`ModelCall.began`) of the last call of the model that traced it.
-        _has_variants: PyTorch held code of the block after its last trace. Of a block that it skips, as after some graph
-            breaks, it holds none, only of functions that the block calls.
+        ran_uncompiled: in the last call a graph, or the whole block, ran uncompiled because there was no code.
+        entries: names of the store's entries that hold the code (cache/code_store.py).
+        why_inline: why a graph was lowered in the call that traced it; the last reason if there were several graphs.
+        must_be_inline: key of a request (compile_process/obtain.py) -> why the call that traces the graph must lower it.
+        _failed_with: names of patches -> `options` when calls with these patches failed.
+        _retries: names of patches -> how often their failure was reset since code last ran with them. Counted apart: resets
+            because another pack had restored a function that it had exchanged, as it may do so in each call.
+        _traces_in_run: shapes -> traces for them in this run.
+        _traced: result of `traced_state` -> number of graphs.
+        _traced_from: start (`ModelCall.began`) of the last call of the model that traced the block.
+        _has_variants: PyTorch held code of the forward after its last trace. If Dynamo skips the forward, as after some graph
+            breaks, PyTorch holds code only of the functions that the forward calls.
     """
 
     name: str
@@ -126,11 +126,11 @@ class BlockCode:
 
     @property
     def is_only_read(self) -> bool:
-        """Whether the code of all graphs that wait for it is on disk, and only has to be read."""
+        """Whether the code of all graphs that have none yet is on disk, and only has to be read."""
         return all(job.is_kept for job in list(self.jobs) if not job.over)
 
     def count_lowered(self, seconds: float, from_disk: int, name: str | None = None) -> None:
-        """Called when a graph has been lowered, on any thread; `name` is that of the entry in which its code is kept."""
+        """Called when a graph has been lowered, on any thread; `name`: of the entry that holds the code."""
         if name is not None:
             self.entries.add(name)
         if not from_disk:
@@ -148,7 +148,7 @@ class BlockCode:
         return self._compiled is not None
 
     def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Call the block's graphs, and count what that traces."""
+        """Call the compiled block, and count its traces."""
         self.ran_uncompiled = False
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
@@ -157,7 +157,7 @@ class BlockCode:
                 return self.forward(block, *args, **kwargs)
             try:
                 compiled = self._compiled = self._compile()
-            except Exception as error:  # PyTorch's, before it has looked at the block
+            except Exception as error:  # from PyTorch, before the block is traced
                 return self._run_plain(block, args, kwargs, self._failure_of(error))
         function = self._function
         may_trace = call.may_trace and not self.is_full
@@ -196,7 +196,7 @@ class BlockCode:
             if lacks_memory:
                 self.ran_uncompiled = call.uncompiled = True
             else:
-                # The host counts no error of the compiler's as out of memory, and the image needs none of its memory.
+                # For the host a compiler's error is never out of memory, and the image does not need the compiler's memory.
                 for_host = never_swallowed(error) and not is_compilers
                 if is_of_another(error) or (not is_limit_hit(error) and (not session.started or for_host)):
                     raise
@@ -218,7 +218,7 @@ class BlockCode:
             if not (session.has_run or may_trace):
                 self.ran_uncompiled = True
                 call.uncompiled |= not self.is_full
-                call.put_off |= not self.limit_reached  # else there will be none
+                call.put_off |= not self.limit_reached  # at the limit no trace will come
             return result
         finally:
             monitor.calls.pop()
@@ -237,7 +237,7 @@ class BlockCode:
                 added = session.stats()
                 self.stats.add(added)
                 self.breaks_alone += 0 if self.patches else added.graph_breaks
-        # The copies may have filled the memory; here the error is gone, which held what graphs and compiler had allocated.
+        # Not in `except`, where the error keeps alive what graphs and compiler have allocated: the copies may fill the memory.
         changed.put_back()
         del changed, session
         return self._run_plain(block, args, kwargs, failure)
@@ -249,7 +249,7 @@ class BlockCode:
             tell()
 
     def reset_trace_counts(self) -> None:
-        """Called before a graph is traced once more, since its call must lower it: that says nothing about the block."""
+        """Called before a graph is traced again because its call must lower it: that trace says nothing about the block."""
         self._traces_in_run.clear()
 
     def lowered_in_call(self, reason: str) -> None:
@@ -276,7 +276,7 @@ class BlockCode:
             self.give_up(describe_failure(self.name, error))
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: int) -> bool:
-        """Exclude layers that may have caused the error; whether any have been excluded since `since`. False if that fails."""
+        """Exclude layers that may have caused the error. True if any were excluded after `since`; False if a callback fails."""
         global _excluded_at
         try:
             if describe_failure(self.name, error).may_pass:
@@ -297,7 +297,7 @@ class BlockCode:
         self._traced.clear()
         self.limit_reached = self.is_full = False
         self.version += 1
-        self.compiles += 1  # so that CUDA graphs of the code go as well
+        self.compiles += 1  # so that CUDA graphs of the code are dropped as well
 
     def raise_if_stopped(self, failure: Failure | None = None) -> None:
         """Raise `failure`, or else the code's own failure, if the user has set `on_failure` to stop."""
@@ -306,7 +306,7 @@ class BlockCode:
             raise BlockCompileError(failure.message())
 
     def _failure_of(self, error: Exception) -> Failure:
-        """What an error of the compiler's says. Raises that if the user has set `on_failure` to stop."""
+        """Describe a compiler's error. Raises BlockCompileError if the user has set `on_failure` to stop."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
             self._fails(self.patches, failure)
@@ -314,7 +314,7 @@ class BlockCode:
         return failure
 
     def _run_plain(self, block: nn.Module, args: tuple, kwargs: dict, failure: Failure | None) -> object:
-        """Run the call in which compiling has failed, and give up."""
+        """Run the forward uncompiled after compiling has failed, and note `failure`."""
         # If the error is the model's own, this raises it again, and the user sees it as without this pack.
         result = self.forward(block, *args, **kwargs)
         if failure is not None:
@@ -330,8 +330,8 @@ class BlockCode:
         self.failures[patches], self._failed_with[patches] = failure, self.options
 
     def reset_failure(self) -> None:
-        """At the start of a run: compile again after a failure that may have passed (a full disk, functions that another pack
-        had exchanged), up to RETRIES times, and what a reset of Dynamo removed; ask for variants beyond the limit once more.
+        """Called when a run begins. Retry, up to RETRIES times, what failed for a reason that may have passed (a full disk,
+        functions that another pack had exchanged); discard code that a reset of Dynamo removed; try again to exceed the limit.
         """
         self._traces_in_run.clear()
         self.is_full = False
@@ -391,12 +391,12 @@ class BlockCode:
     def _switches(
         self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple], sources: list[str] | None
     ) -> dict[str, object]:
-        """Settings of a trace: which sizes vary, and which numbers: those in which blocks differ, and those that users named.
+        """Settings of a trace: whether sizes vary, and which numbers: those in which blocks differ, and those that users named.
 
         Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm made PyTorch trace a block twice
         (torch/fx/passes/_tensorify_python_scalars.py), and a graph with such symbols is lowered in the call that traces it.
         `traces_for` gets the `traced_state` of the call. If two calls have traced for the same state, a float differs.
-        `sources`: of a graph that is traced alone, what varied in the block's trace; its weights are inputs like others.
+        `sources`: for a graph that is traced alone, the inputs that varied in the block's trace; weights count as inputs.
         """
         if not self.variants():  # Dynamo was reset
             self._traced.clear()
@@ -420,6 +420,6 @@ def free_unused() -> None:
     """
     while dead_code:
         private.reset_code(dead_code.pop())
-    # PyTorch also never clears these stacks of its traces: of one inside a block's call they hold that block's code.
+    # PyTorch never clears `_edits` either: after a trace inside a block's call, the stacks in that list hold the block's code.
     if (metrics := private.get_metrics_context()) is not None and not metrics.in_progress():
         getattr(metrics, "_edits", []).clear()

@@ -1,4 +1,4 @@
-"""Decide which calls of blocks run eager, and why; `ModelCode.eager_in_words` says it in reports.
+"""Decide which calls of blocks run eager, and why; `ModelCode.eager_in_words` words the reasons for reports.
 
 Before a call of the model, `Binding` leaves out blocks that another node has given a forward (`Taken`), `choose`
 (blocks/convolutions.py) leaves out others, and a block that cannot be looked at gets no group (`ModelCode.look`). In the call
@@ -16,8 +16,8 @@ from ..devices import is_capturing
 from ..ownership import TORCH_COMPILE
 from ..transformer_options.arguments import is_given_an_object
 
-# After so many seconds of tracing in one call of the model, or in one sampling run, no further trace begins in it. So whatever
-# other nodes do, a step gets longer by at most that and one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s).
+# After so many seconds of tracing in one call of the model, or in one sampling run, no other trace begins. So whatever other
+# nodes do, a step gets longer by at most that time and one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s).
 CALL_SECONDS, RUN_SECONDS = 4.0, 20.0
 
 
@@ -30,7 +30,7 @@ class Eager(enum.Enum):
     FAILED = enum.auto()  # the block could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
-    TRACE_TIME = enum.auto()  # no trace may begin: it took too long in this call of the model or run, or would not pay yet
+    TRACE_TIME = enum.auto()  # no trace may begin: tracing took too long in this model call or run, or would not pay yet
 
 
 class Taken(NamedTuple):
@@ -55,7 +55,7 @@ class Taken(NamedTuple):
 
 
 def why_eager(group: Any, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> Eager | None:
-    """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
+    """Why a call of `block` runs eager; None: the call runs the code of `group`, or traces.
 
     Args:
         group: the `BlockGroup` (group.py imports this module).

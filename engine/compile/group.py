@@ -31,13 +31,13 @@ class BlockGroup:
     Holds no block and no weight: freeing the model frees them at once.
 
     Args:
-        numbers: attributes of the first block that are whole numbers.
+        numbers: integer attributes of the first block.
         eager: why calls have run eager so far.
-        patched: why the last call, which had patches, could not be one graph where the user wants that.
+        patched: why the last call, which had patches, could not be one graph, as `fullgraph` demands.
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
-        _searches: shapes and patches -> None once some block has found code in this run. Before that: start of the call of
-            the model first in vain, start of the call in which a block last looked, and `BlockCode.compiles` before the first.
-        _outer: what packs have put around the forward of the class, else that forward.
+        _searches: (shapes, patches) -> None once a block has found code in this run. Until then: start of the first call of the
+            model that found none, start of the last one in which a block searched, and `BlockCode.compiles` before the first.
+        _outer: the function that packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
 
@@ -75,7 +75,7 @@ class BlockGroup:
         return self.code.failure or self.patched or self.code.failures.get(self.code.patches)
 
     def __call__(self, block: nn.Module, state: BlockState, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Call `block`: what other packs have put around the forward of its class, and inside that the code."""
+        """Call `block`: the functions that other packs have put around the forward of its class, and inside these the code."""
         forward, self._outer, self.called_in = forward_inside(type(block)), forward_of_class(type(block)), call.began
 
         def run(module: nn.Module, *args: object, **kwargs: object) -> object:
@@ -88,7 +88,7 @@ class BlockGroup:
 
     @property
     def bypassed(self) -> Failure | None:
-        """Why no block reached the group's code in the last call of the model that called some of them."""
+        """Why no block reached the group's code in the last call of the model that called blocks of the group."""
         if self.called_in == self._came_in:
             return None
         reason = f"another node has replaced its forward by {named_origin(self._outer)}."
@@ -157,22 +157,22 @@ class BlockGroup:
                 logger.warning("%s", message)
 
     def _note_found(self, key: tuple, call: ModelCall, compiles: int) -> None:
-        """Note whether a block that was not traced has found code. `compiles`: of the code before."""
+        """Note whether a block that was not traced has found code. `compiles`: `BlockCode.compiles` before the call."""
         if not self.code.ran_uncompiled:
             call.ran_code, self._searches[key] = True, None
         elif call.may_trace or call.puts_off:  # else tracing has taken too long, and goes on in the next call
             self._searches.setdefault(key, (call.began, call.began, compiles))
 
     def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
-        """Whether no block of the group has found code for these shapes in an earlier call of the model, nor would now: it then
-        runs as without this pack. To look for code, and to run the operators of several graphs, takes longer. The first block
-        of each later call looks for all."""
+        """Whether a search for code would be in vain: no block of the group found any for these shapes in an earlier call of
+        the model. Then blocks run as without this pack, which is faster than the search and the operators of several graphs.
+        The first block of each later call searches for all."""
         key = shapes, self.code.patches
         search = self._searches.get(key)
         if search is None or search[0] == call.began:  # other blocks may be traced in this call
             return False
         began, looked, compiles = search
-        if looked != call.began:  # what else guards see may be other than it was
+        if looked != call.began:  # other guards may hold now
             self._searches[key] = began, call.began, compiles
             return False
         is_missing = self.code.is_being_lowered or not (call.may_trace or self.code.is_full)
@@ -198,7 +198,7 @@ class BlockGroup:
         return result
 
     def record_varying_ints(self, block: nn.Module) -> None:
-        """Numbers in which blocks of the group differ must not be constants of the graph (VACE's `block_id`)."""
+        """Record in which integers blocks of the group differ (VACE's `block_id`): these must not be constants of the graph."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
         if self.numbers is None:
             self.numbers = numbers

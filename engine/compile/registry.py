@@ -26,10 +26,10 @@ from .group import BlockGroup
 
 
 class WaitsFor(enum.Enum):
-    """What has to come before a model is compiled."""
+    """What must happen before a model is compiled."""
 
-    PAYBACK = enum.auto()  # more runs of it
-    IMPORT = enum.auto()  # the compiler
+    PAYBACK = enum.auto()  # more runs of the model
+    IMPORT = enum.auto()  # the import of the compiler
 
 
 class ModelCode:
@@ -37,18 +37,18 @@ class ModelCode:
 
     Attributes:
         ran_apart: (settings, whether the batch was one) for which a warmup has run prompt and negative one by one.
-        eager: blocks that run eager, by class, as far as that is decided for a whole call of the model.
+        eager: reason -> blocks that run eager, counted by class, where that is decided for a whole call of the model.
         taken: blocks that ran another node's forward in the last call.
-        parts: what is compiled of blocks that are not compiled whole, by class.
-        uncalled: blocks, by class, if no call has run any: the model calls other methods of them. None: no call so far.
-        not_looked_at: why modules could not be looked at, by class.
+        parts: compiled parts of blocks that are not compiled whole, counted by class.
+        uncalled: blocks, counted by class, if no call has run any: the model calls other methods of blocks. None: no call yet.
+        not_looked_at: class -> the error that was raised when a module of the class was inspected.
         runs: how many sampling runs have begun.
         traced: for how many seconds blocks were traced in this run; `lowered`: for how many of them graphs were lowered.
         put_off: in how many calls of the model blocks ran uncompiled because tracing had taken too long.
-        lacking: in how many calls they did because a trace would not have paid yet.
+        lacking: in how many calls blocks ran uncompiled because a trace would not have paid yet.
         mixed: in how many calls some blocks ran compiled and others did not, though they may be compiled.
         waits_for: why the last call could compile nothing.
-        replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
+        replays_operators: the CUDA graph of the current call holds uncompiled operators: the call's size is not compiled yet.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled that may be compiled.
         bound: the blocks that run compiled in the current call.
@@ -83,10 +83,10 @@ class ModelCode:
     @property
     def groups(self) -> dict[tuple, BlockGroup]:
         """All groups; the last part of a key is `settings_key()`."""
-        return dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
+        return dict(self._groups)  # a copy: the sampler's thread adds groups while the page asks
 
     def look(self, module: nn.Module, look: Callable[[], Any], otherwise: Any) -> Any:
-        """The result of `look`, which examines `module`; after an error `otherwise`, with which less is compiled."""
+        """The result of `look`, which inspects `module`; if `look` raises, `otherwise`, with which less is compiled."""
         try:
             return look()
         except TorchCompileKitError:
@@ -201,7 +201,7 @@ class ModelCode:
     def new_run(self) -> None:
         self.runs += 1
         self.traced = self.lowered = 0.0
-        # Blocks whose code was replaced that often in the last run may have one new group in this run.
+        # Blocks that used up MOST_NEW groups in the last run may have one new group in this run.
         self._new_groups = Counter({kind: MOST_NEW - 1 for kind, count in self._new_groups.items() if count >= MOST_NEW})
         for state, key in self._over_limit:
             state.groups.clear()
@@ -249,7 +249,7 @@ class ModelCode:
         return group
 
     def _given_up(self, group: BlockGroup, state: BlockState, kind: tuple) -> BlockGroup:
-        """A group that runs the block uncompiled for the rest of the run; the last one of its kind is in the report."""
+        """A group that runs the block uncompiled for the rest of the run; the report has the last group of its kind."""
         name, structure, settings_key = kind
         key = (structure, name, settings_key)
         reason = f"its code, or that of its layers, was replaced more than {MOST_NEW} times in one run."
@@ -261,7 +261,7 @@ class ModelCode:
         return group
 
     def _forget_like(self, key: tuple) -> None:
-        """Forget the oldest groups that differ from the newest by replaced methods alone: some nodes replace them each run."""
+        """Forget the oldest groups that differ from the newest only in methods: some nodes replace methods in each run."""
         structure, *_, settings_key = key
         name = self._groups[key].class_name
         like = [
@@ -274,9 +274,9 @@ class ModelCode:
                     del self._groups[old]
 
 
-# So many groups that differ by replaced methods alone are kept: a workflow's branches switch between a few.
+# How many groups are kept that differ by replaced methods alone: a workflow's branches switch between a few.
 MOST_LIKE = 8
-# Filters for blocks of the same code: a wrapper may exchange functions for the length of each call.
+# How many filters are kept for blocks of the same code: a wrapper may exchange functions for the length of each call.
 MOST_FILTERS = 3
 # The most groups that one run makes for blocks of one class and structure: less than MOST_LIKE, so that the usual ones stay.
 MOST_NEW = 6
@@ -298,7 +298,7 @@ def _counted(classes: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
-# Two models of one architecture (Wan's high and low noise halves) use the same code; no weight is in it.
+# Two models of one architecture (Wan's high and low noise halves) share code, which holds no weight.
 _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
 # Groups are kept beyond their model: ComfyUI frees models after each prompt under --cache-none and when RAM is short.
 _recent: dict[tuple, BlockGroup] = {}

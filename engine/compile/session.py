@@ -1,7 +1,7 @@
 """Notice and count compilations, and scope PyTorch's settings while a block is traced.
 
 PyTorch calls back on the thread that compiles (torch/_dynamo/callback.py). Each call into compiled code puts a session on a
-stack of its thread (`monitor.calls`). A compilation belongs to the topmost session. A call without one costs a list append.
+stack of its thread (`monitor.calls`). A compilation belongs to the topmost session. A session costs a list append.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompileStats:
 
     Args:
         recompiles: for each recompilation the first guard that failed, as PyTorch words it.
-        from_disk: how many graphs' code was kept.
+        from_disk: for how many graphs kept code was used.
     """
 
     graphs: int = 0
@@ -49,7 +49,7 @@ class CompileStats:
         self.seconds += other.seconds
         self.recompiles += other.recompiles
         self.from_disk += other.from_disk
-        self.breaks.update(dict(other.breaks))  # a copy: others may count on while we add
+        self.breaks.update(dict(other.breaks))  # a copy: other threads may count meanwhile
 
     def __add__(self, other: CompileStats) -> CompileStats:
         total = CompileStats()
@@ -103,18 +103,18 @@ def are_settings_changed() -> bool:
 
 
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
-# behind where two threads are in compiled code at once. Here it holds only while something is compiled.
+# behind where two threads are in compiled code at once. Here these settings hold only during a trace.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
 
 
-# Before 2.15, Dynamo answers silently that a constant is not in a list of numbers that may vary (`1 in cond_or_uncond`,
+# Before 2.15, Dynamo silently says that a constant is not in a list of numbers that may vary (`1 in cond_or_uncond`,
 # pytorch#153366). While a block is traced, `contains` runs instead: the same result, from steps that Dynamo can follow.
 _iter_contains = private.iter_contains
 
 
 def contains(items: tuple, wanted: object) -> bool:
-    """`wanted in items`; which item it is becomes a constant."""
+    """`wanted in items`; which item matches becomes a constant."""
     for item in items:  # noqa: SIM110  in plain steps, for Dynamo
         if item == wanted:
             return True
@@ -148,7 +148,7 @@ def _has_loop(self: Any) -> bool:
     return not (monitor.calls and monitor.calls[-1].is_patched) and _maybe_has_backedge(self)
 
 
-# What is replaced or switched off while Dynamo traces. All of it belongs to the process; Dynamo traces on one thread at a time
+# What is replaced or switched off while Dynamo traces. All of this is process-wide; Dynamo traces on one thread at a time
 # (`compile_lock`). `get_funcname` tokenizes each source file that is traced, for a debug log: 0.7 of the first 2 s of Flux.
 # `profile_guard_manager` runs the guards of a new graph once more, for a debug log. The garbage collector takes 0.3 s to visit
 # what the host and its nodes have loaded.
@@ -166,7 +166,7 @@ TRACING = {
     "maybe_has_backedge": _has_loop,
     "gc": False,
 }
-# How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.
+# How long a call waits for another thread to release PyTorch's lock (`compile_lock`): a reset takes milliseconds.
 LOCK_SECONDS = 0.5
 _is_long_held = False
 
@@ -178,13 +178,13 @@ class CompileSession:
     Args:
         block: the block's name, for reports.
         on_first: called before the first trace.
-        switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`, and for `sources`.
+        switches: called with `sources`; returns settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         arguments: positional and keyword arguments of the call.
         call: the model's call in progress.
-        sources: if a graph of the block is traced alone, PyTorch's names of those of its inputs whose sizes vary.
-        is_held: the lock of `hold`.
+        sources: if a graph of the block is traced alone, Dynamo's names of the inputs whose sizes vary.
+        is_held: this call holds PyTorch's lock, see `hold`.
         has_run: a graph has run.
-        is_loose: a trace was made without `COMPILE_SWITCHES`, after an error of ours: guards may miss what changes.
+        is_loose: a trace was made without `COMPILE_SWITCHES`, after an error in this pack: guards may miss what changes.
         depth: `depth_of_foreign` where the call was made.
     """
 
@@ -216,7 +216,7 @@ class CompileSession:
         is_first, self.started = not self.started, True
         if is_first:
             self._breaks = private.counters["graph_break"].copy()
-            self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
+            self._metrics = private.get_compilation_metrics()  # kept, to compare ids: numbers restart when Dynamo is reset
         try:
             with ExitStack() as scopes:  # all of them or, after an error, none
                 scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches(self.sources)))
@@ -233,11 +233,11 @@ class CompileSession:
         self._scopes.close()
 
     def hold(self) -> None:
-        """Hold PyTorch's lock while it looks for code that fits and, after a trace, until it has stored the new code.
+        """Hold PyTorch's lock while PyTorch searches for code that fits and, after a trace, until the new code is stored.
 
         If another node reset Dynamo meanwhile, on another thread, the process would end. PyTorch itself holds the lock while it
         traces. A thread that holds the lock for long is compiling, which is no danger, so the call goes on without the lock.
-        A CUDA graph capture takes no lock: it does not trace, and already holds one for which others wait.
+        A CUDA graph capture takes no lock: nothing is traced then, and the capture holds another lock, for which threads wait.
         """
         global _is_long_held
         if is_capturing():
@@ -281,8 +281,8 @@ monitor = _Monitor()
 
 
 def _is_compilation(args: object) -> bool:
-    """Whether a callback is for a compilation of ours: from 2.8 on there is one also for tuning a kernel or recording a CUDA
-    graph, and other packs' code that a block calls may be compiled by itself, for their settings."""
+    """Whether a callback is for a compilation of ours. From 2.8 on PyTorch also calls back when it tunes a kernel or records a
+    CUDA graph, and other packs' code that a block calls may be compiled by itself, with their settings."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
     is_ours = bool(monitor.calls) and monitor.calls[-1].depth == depth_of_foreign()
     return is_ours and trigger in ("DYNAMO", "LAZY_BACKWARD")
@@ -327,7 +327,7 @@ class _Watching:
         self.renew()
 
     def renew(self) -> None:
-        """Register again what a reset of Dynamo has forgotten, whoever asked for it."""
+        """Register the callbacks again if a reset of Dynamo has removed them."""
         with self._lock:
             if self._users and _on_compile_start not in private.callback_handler.start_callbacks:
                 private.callback_handler.register_start_callback(_on_compile_start)
@@ -337,7 +337,7 @@ class _Watching:
         with self._lock:
             self._users -= 1
             if not self._users:
-                with suppress(ValueError):  # a reset has forgotten them
+                with suppress(ValueError):  # a reset has removed them
                     private.callback_handler.remove_start_callback(_on_compile_start)
                     private.callback_handler.remove_end_callback(_on_compile_end)
 

@@ -4,21 +4,21 @@ torch.compile lowers a graph (AOTAutograd, inductor, Triton or C++) inside the c
 minutes. Tracing later, on a copy and on another thread, misses what holds only during the call: contexts, hooks, functions that
 ComfyUI or another node swaps. So:
 
-1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
-   determines the code is written down at once (compile_process/obtain.py); no fake tensor is kept.
-2. If the code was loaded ahead (compile_process/load_ahead.py), it runs. Else the first run makes a job, and waits for it if
-   the call is synchronous. If not it goes on at once: the FX graph runs operator by operator, as exact and as slow as
-   uncompiled code. The job is then queued when the model's call is over.
-3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
-4. It loads the code, then loads and tunes the kernels on zeros. It holds the device's lock of `gpu_locks` meanwhile, since
-   either would break a CUDA graph capture on another thread.
-5. The code is published, and runs from then on wherever Dynamo's guards and those added by lowering hold. A call with other
-   sizes has Dynamo trace the graph once more, as it would have traced the block.
+1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. All
+   that determines the code is serialized at once (`request_for`, compile_process/obtain.py); no fake tensor is kept.
+2. If the code was loaded ahead (compile_process/load_ahead.py), it runs. Else the first run makes a job. A synchronous call
+   waits for that job. Any other goes on at once: the FX graph runs operator by operator, as exact and as slow as uncompiled
+   code, and the job is queued when the model's call is over.
+3. The worker thread gets the code from the store, or has the compile process lower the graph (`obtain`).
+4. The worker loads the code, then loads and tunes the kernels on zeros. Meanwhile it holds the device's lock of `gpu_locks`,
+   since either would break a CUDA graph capture on another thread.
+5. The code is published, and runs from then on wherever Dynamo's guards and those added by lowering hold. For other sizes
+   Dynamo traces the graph again, as it would have traced the block.
 
-A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. These are
-lowered in the call that traced them (`lowered_inline`): graphs that cannot be written down, such as those with a backward;
-graphs with numbers that vary (PyTorch restarts the trace for some); graphs of other backends than inductor; and all graphs
-where no process can be started. Where only the compile process finds that out, the next call traces that graph once more.
+A graph whose lowering fails keeps running operator by operator, and `BlockCode` decides what becomes of its group. These are
+lowered in the call that traced them (`lowered_inline`): graphs that cannot be serialized, such as those with a backward; graphs
+with numbers that vary (PyTorch restarts the trace for some); graphs of other backends than inductor; and all graphs where no
+process can be started. Where only the compile process finds that out, the next call traces that graph again.
 
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
@@ -53,7 +53,7 @@ from ..torch_compat import private
 from .call_shapes import Changed
 from .session import monitor, tracing_scope
 
-# Up to PyTorch 2.11 inductor's options are the process's, so only one thread at a time may lower inline.
+# Up to PyTorch 2.11 inductor's options are process-wide, so only one thread at a time may lower inline.
 _inline_lock = threading.Lock()
 
 
@@ -108,7 +108,7 @@ def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, opt
         raise LowerInline("only graphs for inductor go to the compile process")
     compile_process.check()
     if name == "inductor":
-        _ = private.AOTCompiledArtifact  # before PyTorch 2.10 there is none, and the process would lower the graph in vain
+        _ = private.AOTCompiledArtifact  # raises before PyTorch 2.10, where the process would lower the graph in vain
     if _has_varying_numbers(graph, inputs):
         raise LowerInline("a number in it varies")
     fakes = fakes_of(graph, inputs)
@@ -168,7 +168,7 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> tuple[C
 
 
 def _loaded(request: Request, code: Code, block: str) -> Callable:
-    """Load code; returns its function. Errors count as passing: PyTorch does not always tell that a disk or card is full."""
+    """Load code; returns its function. Errors may be retried: PyTorch does not always tell that a disk or card is full."""
     try:
         with gpu_locks[request.device]:
             return load(code)
@@ -187,8 +187,8 @@ def _is_of_entry(error: Exception) -> bool:
     return not any(isinstance(e, OSError) and e.errno not in (None, errno.ENOENT) for e in chain(error))
 
 
-# By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
-# backends are lowered in the call.
+# Backend -> function that gets the code of a request on the worker thread, and returns (the function to call, its `Code`).
+# Graphs of other backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {"inductor": _lower_with_inductor}
 
 
@@ -227,11 +227,11 @@ class TracedGraph:
         self._run_traced = self._traced.forward
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
-        self._alone: tuple[types.FunctionType, Callable] | None = None  # the graph as a function, and that compiled
+        self._alone: tuple[types.FunctionType, Callable] | None = None  # the graph as a function, and `torch.compile` of it
         self._job: Job | None = None
-        self._is_refused = False  # the call that traces it must lower it
+        self._is_refused = False  # the call that traces the graph must lower it
         self._has_run = False
-        self._lacked_in = -1  # start of the call of the model in which the code has lacked memory
+        self._lacked_in = -1  # start of the call of the model in which the code ran out of memory
 
     def __call__(self, *args: Any) -> Any:
         monitor.calls[-1].release()
@@ -317,13 +317,13 @@ class TracedGraph:
         logger.debug("%s: code after %.1f s, kernels loaded in %.1f s", owner.name, *seconds)
 
     def _publish(self, owner: Any, code: Code, run: Callable, seconds: float) -> None:
-        """Use the code from now on; it took so many `seconds` to get it."""
+        """Use the code from now on. `seconds`: how long obtaining and loading it took."""
         self._holds, self._code = _size_check(code.guards, self._sizes_at), run
         owner.count_lowered(seconds, int(code.was_kept), code.name)
 
     def _run_code(self, args: tuple) -> Any:
-        """Run the code. Where it fails, as a kernel may on this GPU or at this size, or lacks memory, run without it; if it has
-        written to its inputs, and there is no copy of them, that call fails."""
+        """Run the code. If that fails (a kernel may, on this GPU or at this size) or runs out of memory, run the operators
+        instead; if the code writes to its inputs and there are no copies of them, the call fails."""
         is_first, call = not self._has_run, monitor.calls[-1].call
         if (is_first and is_capturing(self._device)) or self._lacked_in == call.began:
             return self._run_traced(*args)
@@ -350,7 +350,7 @@ class TracedGraph:
         else:
             self._has_run = True
             return result
-        # Here the error is gone, which held what the code had allocated.
+        # Not in the `except`: there the error holds what the code has allocated.
         if changed is not None:
             changed.put_back()
             del changed  # there may be no room beside the copies
@@ -361,8 +361,8 @@ class TracedGraph:
         return self._run_traced(*args)
 
     def _trace_anew(self, args: tuple) -> Any:
-        """Run what the graph is when it is traced alone: for other sizes than those of its code, or to be lowered in the call
-        that traces it."""
+        """Trace the graph alone and run the result: for sizes that its code does not fit, or because the call that traces it
+        must lower it."""
         owner: Any = self._owner()
         session = monitor.calls[-1]
         call = session.call
