@@ -8,7 +8,7 @@ from ..cache.environment import cpu_digest
 
 
 class LowerInline(Exception):
-    """Say why a graph must be lowered in the call that traced it: for example, which part of it cannot be written down."""
+    """Tell why a graph must be lowered in the call that traced it: for example, which part cannot be serialized."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Code:
     guards: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)  # paths and contents of libraries that the artefact is loaded with
     inputs: list | None = None  # on which its kernels are loaded and tuned, see `Inputs.given`; None: the first run does that
-    cpu: str = field(default_factory=cpu_digest)  # for which the libraries were built
-    name: str | None = None  # of the entry in which the code is kept
-    was_kept: bool = False  # it was read from an entry, and nothing was lowered
+    cpu: str = field(default_factory=cpu_digest)  # the CPU that the libraries were built for
+    name: str | None = None  # of the store's entry with the code
+    was_kept: bool = False  # the code was read from an entry, and nothing was lowered
 
     @property
     def is_for_this_cpu(self) -> bool:

@@ -2,15 +2,15 @@
 
 1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
    tells the versions in this process.
-2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
-   lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): the process holds no weights and
-   takes no memory of the card. It sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
+2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. The graph
+   is lowered on fake tensors, for a card that this process does not see (stand_in_card.py): so the process holds no weights and
+   takes no GPU memory. The process sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
 3. The answer is packed code (artefact.py), or says why there is none: `failure`, in words for the user, or `inline`, if the
    graph may be lowered in the call that traced it.
 4. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
 
-The process ends when its stdin does, so with ComfyUI, and with the answer `idle` after a minute without a request. What is
-printed goes to stderr, which ComfyUI logs.
+The process ends when stdin is closed, as it is when ComfyUI ends, and after a minute without a request, with the answer `idle`.
+Prints go to stderr, which ComfyUI logs.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 IDLE_SECONDS = 60.0
-# From the start's end until a small graph is lowered, unless one was asked for that somebody waits for.
+# How long after the start a small graph is lowered (`warm_up`), unless a request has come.
 UNASKED_SECONDS = 0.5
 ALIVE_SECONDS = 1.0
-# As the session's nice value: a tenth of cores that others keep busy while nobody waits for code, else an equal share.
+# Nice values of the session: on busy cores, a tenth of the time while nobody waits for code, else an equal share.
 BESIDE, AWAITED = 10, 0
 HEADER = struct.Struct("<IQ")
 PACKAGE = "torch_compile_kit"
@@ -55,7 +55,7 @@ def write(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:
 
 
 def skip_to_greeting(stream: BinaryIO) -> None:
-    """Read what others have written before the messages: what Python imports when it starts (sitecustomize, .pth) may print."""
+    """Skip what was printed before the messages: modules that Python imports when it starts (sitecustomize, .pth) may print."""
     seen = b""
     while not seen.endswith(GREETING) and (byte := stream.read(1)):
         seen = (seen + byte)[-len(GREETING) :]
@@ -79,7 +79,7 @@ def lowering_for(hello: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Log an error: a graph for which it matters will say so."""
+    """Log an error: if a graph depends on what failed, lowering that graph fails and says so."""
     try:
         yield
     except Exception as error:
@@ -101,21 +101,21 @@ def end() -> None:
 
 
 def take_share(nice: int) -> None:
-    """Set how much of busy cores this process gets where Linux divides them among sessions: it leads one, and `os.nice` counts
-    within that alone (man 7 sched, "The autogroup feature")."""
+    """Set this process's share of busy cores where Linux divides cores among sessions: this process leads a session, and
+    `os.nice` counts only within a session (man 7 sched, "The autogroup feature")."""
     for _ in range(5):
         try:
             with open("/proc/self/autogroup", "w") as file:
                 file.write(str(nice))
             return
-        except BlockingIOError:  # Linux takes but ten such numbers a second, from all processes together
+        except BlockingIOError:  # Linux accepts ten writes a second, from all processes together
             time.sleep(0.15)
-        except OSError:  # there is none
+        except OSError:  # no autogroups, or no Linux
             return
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to all of its processes; ComfyUI decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all of its processes; ComfyUI decides
     if hasattr(os, "nice"):
         os.nice(19)
     take_share(BESIDE)
@@ -137,7 +137,7 @@ def main() -> None:
     def listen() -> None:
         while (request := read(incoming)) is not None:
             requests.put(request)
-        end()  # ComfyUI is gone, or wants this process to end: at once, whatever it does
+        end()  # ComfyUI is gone, or wants this process to end: at once, also while a graph is lowered
 
     def tell_alive() -> None:
         while True:
@@ -169,7 +169,7 @@ def main() -> None:
                 with logged("a small graph cannot be lowered"):
                     lowering.warm_up()
                 continue
-            answer({"idle": True})  # a request may be coming
+            answer({"idle": True})  # a request may be on its way
             end()
         is_cold = False
         works.set()

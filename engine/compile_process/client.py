@@ -1,9 +1,9 @@
-"""Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
+"""Run the compile process (child.py): start it, send graphs and receive code, notice when the process has died or hangs.
 
-The worker thread calls `compile_process.lower`, one graph at a time, and waits without the GIL. `lower` raises `Lost` where a
-second process was lost with the same graph, or did not start; instead of the latter, for a graph that nobody waits for,
-`Postponed`; `Outdated` after an update on disk; and `Unavailable` where no process can be started: then graphs are lowered in
-the call that traced them.
+The worker thread calls `compile_process.lower`, one graph at a time, and waits without the GIL. `lower` raises `Lost` if a
+second process was lost with the same graph; `NotStarted` if no process has started, or `Postponed` if nobody waits for the
+graph; `Outdated` after an update on disk; and `Unavailable` where no process can be started: then graphs are lowered in the
+call that traced them.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from ..torch_compat import stand_in_card
 from . import child
 from .artefact import Code, LowerInline
 
-# The longest time without a sign of life: while the process starts (slow core, cold disk), and later (it may swap).
+# The longest time without a sign of life: while the process starts (slow core, cold disk), and later (the process may swap).
 START_SECONDS, SILENT_SECONDS = 180.0, 60.0
-# For one graph; `max-autotune` takes minutes.
+# The longest time for one graph; `max-autotune` takes minutes.
 LONGEST_SECONDS = 1800.0
-# Workers of inductor's, which compile the kernels of a graph.
+# The most workers of inductor, which compile the kernels of a graph.
 MOST_WORKERS = 8
-# Set by people against stale caches, or to try something: with them PyTorch makes no code that can be sent back.
+# Users set the opposite against stale caches, or to try something; then PyTorch makes no code that can be sent back.
 CACHEABLE = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": "0",
@@ -46,19 +46,19 @@ CACHEABLE = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
     "TORCHINDUCTOR_FREEZING": "0",
 }
-# A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
+# At start, folders of killed servers are removed: nobody holds their lock. The lock of a younger folder may not be held yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# After a graph for which no process has started, graphs that nobody waits for stay uncompiled for some time. After several such
-# graphs in a row, all graphs are lowered in the call that traced them, for a longer time. Then a process is tried again.
+# If no process starts for a graph, graphs that nobody waits for stay uncompiled for BACK_OFF_SECONDS. After UNSTARTED_GRAPHS in
+# a row, all graphs are lowered in the call that traced them, for LONG_BACK_OFF_SECONDS. Then a start is tried again.
 BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
 
 
 class Unavailable(LowerInline):
-    """Say why no compile process can be started here; one may be, later."""
+    """Tell why no compile process can be started here at present."""
 
 
 class Lost(DescribedError):
-    """Say how the compile process ended while it lowered a graph."""
+    """Tell how the compile process ended while it lowered a graph."""
 
     def __init__(self, ending: str, what: str = "was lost"):
         cure = "It is tried again with the next image. If that happens each time, the compiler lacks memory (RAM) or crashes."
@@ -66,14 +66,14 @@ class Lost(DescribedError):
 
 
 class NotStarted(Lost):
-    """Say why a process did not start. A later one may."""
+    """Tell why the compile process did not start. A later start may succeed."""
 
     def __init__(self, ending: str):
         super().__init__(ending.rstrip("."), "does not start")
 
 
 class Outdated(DescribedError):
-    """Nothing can be compiled until ComfyUI is started anew; not in the call either, where old and new modules would mix."""
+    """Nothing can be compiled until ComfyUI is restarted; not in the call either, where old and new modules would mix."""
 
     def __init__(self, reason: str):
         super().__init__(reason, "Start ComfyUI anew.", may_pass=True)
@@ -85,8 +85,8 @@ class LoweringFailed(DescribedError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no process is asked: `error` is raised for each graph (`Postponed`: for each that nobody waits for), until a moment
-    of `time.monotonic`."""
+    """Why no process is asked: until the time `until` (`time.monotonic`), `error` is raised for each graph, or if it is
+    `Postponed`, for each graph that nobody waits for."""
 
     error: type[Exception]
     reason: str
@@ -99,8 +99,8 @@ def folders(scratch: Path) -> dict[str, str]:
 
 
 def _may_hold_code(place: Path) -> bool:
-    """Whether libraries can be written there, built and loaded: not where programs may not run (`mount -o noexec`), nor where
-    C++ compilers get the path in pieces, as PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
+    """Whether libraries can be built in `place` and loaded: not where programs may not run (`mount -o noexec`), nor where C++
+    compilers get the path in pieces, as PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK) or re.search(r"[\s'\"\\]", place.as_posix()):
@@ -119,7 +119,7 @@ def _private_folder() -> Path:
     for left in files_in(place, f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
             if hasattr(os, "geteuid") and left.lstat().st_uid != os.geteuid():
-                continue  # what is in there may be made to harm
+                continue  # another user's, whose content may be made to harm
             if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
                 lock.close()
                 shutil.rmtree(left, ignore_errors=True)
@@ -136,11 +136,11 @@ class _Running:
 
     def listen(self) -> None:
         stream: Any = self.process.stdout
-        with contextlib.suppress(Exception):  # what comes is no message
+        with contextlib.suppress(Exception):  # the stream holds no messages
             child.skip_to_greeting(stream)
             while (answer := child.read(stream)) is not None:
                 self.answers.put(answer)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # so that `end` can tell how it ended
+        with contextlib.suppress(subprocess.TimeoutExpired):  # so that `end` can tell how the process ended
             self.process.wait(1.0)
         self.answers.put(None)
         self.process.wait()
@@ -176,17 +176,17 @@ class CompileProcess:
     """The compile process of this server, if there is one."""
 
     def __init__(self) -> None:
-        # Gives the modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
+        # Returns the modules to import in the process: they register what graphs name (ComfyUI's layouts of quantised weights).
         self.modules: Callable[[], list[str]] = list
         self.started = 0
         self.refusal: Refusal | None = None
-        self._unstarted = 0  # graphs in a row for which none has started
+        self._unstarted = 0  # graphs in a row for which no process has started
         self._running: _Running | None = None
         self._lock = threading.Lock()
         self._making_scratch = threading.Lock()
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
-        self._scratch_of: int | None = None  # a process's number
+        self._scratch_of: int | None = None  # PID of the process that made the folder
 
     def check(self, patient: bool = False) -> None:
         """Raise the refusal that is in force: `Outdated`, `Unavailable` or, for a patient graph (see `lower`), `Postponed`."""
@@ -215,7 +215,7 @@ class CompileProcess:
 
     def start(self) -> None:
         """Start the process unless it runs: its imports take seconds, while a model is loaded."""
-        if self._lock.acquire(blocking=False):  # else it is at work
+        if self._lock.acquire(blocking=False):  # else the process is at work
             try:
                 self._ensure()
             except (NotStarted, Unavailable, Outdated) as error:  # a graph tries again
@@ -224,7 +224,7 @@ class CompileProcess:
                 self._lock.release()
 
     def stop(self) -> None:
-        """At exit, also while a graph is lowered. Not in a copy that a node has forked: all belongs to the process before."""
+        """Called at exit, also while a graph is lowered. Not in a process that a node has forked: all belongs to its parent."""
         if self._scratch_of not in (None, os.getpid()):
             return
         self.refusal = Refusal(Unavailable, "ComfyUI ends")
@@ -268,7 +268,7 @@ class CompileProcess:
                 raise
 
     def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
-        """Ask no process for `seconds`; raises what `check` does."""
+        """Ask no process for `seconds`, and raise what `check` raises."""
         if error is Unavailable or patient:
             meanwhile = "code is compiled in the step that needs it" if error is Unavailable else "blocks run uncompiled"
             again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
@@ -289,7 +289,7 @@ class CompileProcess:
             running.is_ready, self._unstarted = True, 0
         self._send(running, {"patient": patient}, request.encode())
         header, body = self._answer(running, SILENT_SECONDS)
-        if "idle" in header:  # it ended as the request came
+        if "idle" in header:  # the process ended as the request came
             self._end(running)
             return self._ask(request, patient, measures)
         if "inline" in header:
@@ -310,7 +310,7 @@ class CompileProcess:
         return running.end()
 
     def _send(self, running: _Running, header: dict[str, Any], body: bytes = b"") -> None:
-        """Write on a thread of its own, as a process that hangs does not read."""
+        """Write a message on a separate thread, as a process that hangs does not read."""
         stream: Any = running.process.stdin
 
         def send() -> None:
@@ -320,7 +320,7 @@ class CompileProcess:
         started(threading.Thread(target=send, name="torch-compile-kit pipe", daemon=True))
 
     def _answer(self, running: _Running, silent: float) -> tuple[dict[str, Any], bytes]:
-        """The next answer that is no sign of life."""
+        """The next answer other than `alive`."""
         began = heard = time.monotonic()
         while True:
             try:

@@ -17,7 +17,7 @@ from ..torch_compat import attention, private
 from ..torch_settings import SharedScope
 from .operators import is_custom
 
-# Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
+# Bytes of GPU memory to leave free when allocating the inputs on which kernels are tuned.
 MARGIN = 512 * 2**20
 # Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
 INTERMEDIATES = 8
@@ -27,7 +27,7 @@ _RANDOM = {
     *("normal_", "uniform_", "bernoulli_", "exponential_", "random_"),
 }
 # How often a kernel is run to tune it. PyTorch's two hundred runs and more, each launched from Python, took a second for a
-# block of Flux, in which steps beside it took 1.6 times as long.
+# block of Flux, and meanwhile steps took 1.6 times as long.
 FEW_RUNS = {"memory_warmup_iters": 5, "benchmark_iters": 20}
 # Namespaces of operators that may run on zeros.
 _OURS = {"torch_compile_kit", "comfy", "comfy_kitchen", "prims"}
@@ -36,16 +36,16 @@ _tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=T
 
 @dataclass(frozen=True)
 class Inputs:
-    """What code is called with, as JSON."""
+    """The inputs that code is called with, as JSON."""
 
-    # For each input a number, or [shape, strides, dtype, device, whether code may write to it]: weights it only reads.
+    # For each input a number, or [shape, strides, dtype, device, whether code may write to it: not to weights].
     given: list[Any]
 
     @classmethod
     def of(cls, graph: fx.GraphModule, fakes: Sequence[Any]) -> Inputs | None:
-        """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
-        the sampler's, an input is of a class of its own, an operator is another pack's or gives large weights, or there is no
-        GPU. The wire has passed all inputs (wire.py)."""
+        """None if only the first real run may load kernels: if the graph draws random numbers (an earlier run would change the
+        sampler's), an input is a tensor subclass, an operator is another pack's or returns large weights, or there is no GPU.
+        wire.py has accepted all inputs."""
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         has_odd_input = any(map(private.is_traceable_wrapper_subclass, tensors))
         if has_odd_input or any(map(_is_random, graph.graph.nodes)) or all(t.device.type != "cuda" for t in tensors):
@@ -74,11 +74,11 @@ class Inputs:
                 with attention.WithoutPlans(), _tuning_scope.wrapping(benchmark=_few_runs):
                     code(*inputs)
                 torch.cuda.current_stream().synchronize()
-        except Exception as error:  # the first real run does it
+        except Exception as error:  # the first real run loads them
             logger.debug("kernels were not loaded in advance: %s", error)
 
     def _zeros(self, cached: int) -> list | None:
-        """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
+        """Inputs like those of the call; weights, which are only read, share memory. None if memory is too short."""
         inputs = [(_spec_of(one), one[-1]) if isinstance(one, list) else one for one in self.given]
         tensors = [one for one in inputs if isinstance(one, tuple)]
         shared = max((spec.nbytes for spec, is_written in tensors if not is_written), default=0)
@@ -101,7 +101,7 @@ def _spec_of(described: list) -> TensorSpec:
 
 
 def _few_runs(benchmark: Callable) -> Callable:
-    """Tune kernels with FEW_RUNS, on this thread; not where PyTorch hands on to other machines what tuning has found."""
+    """Tune kernels with FEW_RUNS, on this thread; not where PyTorch shares results of tuning with other machines."""
     thread = threading.get_ident()
 
     @functools.wraps(benchmark)
@@ -118,7 +118,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_strange(node: fx.Node, room: int) -> bool:
-    """Whether it calls an operator that may take zeros for something else, or that gives more bytes (an unpacked weight)."""
+    """Whether `node` calls an operator that may misread zeros, or that returns more than `room` bytes (an unpacked weight)."""
     if not is_custom(node):
         return False
     values = private.pytree.tree_leaves(node.meta.get("example_value"))

@@ -1,6 +1,6 @@
-"""Load kept code after the server has started, while nobody waits: a trace that needs it then finds it at once.
+"""Load kept code after the server has started, while nobody waits, so that a trace finds the code ready.
 
-To read code, and to load and tune its kernels, takes 1 s or 2 for each kind of block, beside the sampler's thread.
+Reading code, and loading and tuning its kernels, takes 1 to 2 s for each kind of block beside the sampler's thread.
 """
 
 import functools
@@ -21,9 +21,9 @@ from .artefact import Code
 from .inputs import Inputs
 from .obtain import Request, holds, load, names_for, wait_for_imports
 
-# How many entries are loaded, those used last: a model has one to four graphs.
+# How many entries are loaded, the most recently used first: a model has one to four graphs.
 MOST = 16
-# By name of the entry.
+# Name of the entry -> its code, and the function to call.
 _ready: dict[str, tuple[Code, Callable]] = {}
 
 
@@ -58,7 +58,7 @@ def _load(name: str, code: Code, inputs: Inputs | None, device: torch.device, go
         run = load(code)
         if inputs is not None:
             inputs.warm_up(run, 0)
-            torch.cuda.empty_cache()  # no other thread would use what the worker's stream has left
+            torch.cuda.empty_cache()  # other threads cannot use memory that is cached for the worker's stream
     _ready[name] = replace(code, artefact=b"", files={}), run
     logger.debug("the entry %s was loaded ahead in %.1f s", name, time.perf_counter() - began)
 

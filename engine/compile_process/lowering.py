@@ -16,7 +16,7 @@ from . import lowering_settings, wire
 from .artefact import Code, LowerInline
 
 LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
-# PyTorch's errors for graphs of which it makes no artefact.
+# PyTorch's errors for graphs that have no artefact.
 _BYPASS = {"BypassAOTAutogradCache", "BypassFxGraphCache"}
 # Libraries that test what this CPU can do. PyTorch builds them with the first kernel.
 _probes: set[str] = set()
@@ -31,7 +31,7 @@ def prepare() -> None:
 
 
 def warm_up() -> None:
-    """Lower a small graph for a card: with the first one PyTorch makes tables and imports modules."""
+    """Lower a small graph for a card: PyTorch makes tables and imports modules for the first graph."""
     device = torch.device("cuda", 0)
     with private.FakeTensorMode(shape_env=private.ShapeEnv()) as mode:
         inputs = [torch.empty(64, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -59,7 +59,7 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     graph, inputs, mode = wire.loads(request["graph"])
     before = _libraries().keys()
-    private.cpp_kernels.clear()  # so that it lists this graph's kernels only; files and modules of others stay
+    private.cpp_kernels.clear()  # so that it lists this graph's kernels only; files and modules of other graphs stay
     lowering_settings.set_for_process(request["settings"])
     private.inductor_config.unsafe_marked_cacheable_functions = lowering_settings.cacheable_functions(graph)
     with backend.replacements(inputs):
@@ -72,7 +72,7 @@ def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _files_of_graph(before: Set[str]) -> dict[str, bytes]:
-    """The libraries that the graph which was just lowered is loaded with."""
+    """The libraries with which the code that was just lowered is loaded."""
     now = _libraries()
     kernels = {name for name, file in now.items() if file.name.partition(".")[0] in private.cpp_kernels}
     if kernels:

@@ -34,7 +34,7 @@ def now(device: torch.device) -> dict[str, Any]:
 
 
 def _card(device: torch.device) -> list:
-    """What tells cards apart that need other code: AMD's have one name for several architectures."""
+    """What distinguishes cards that need different code: AMD's have one name for several architectures."""
     architecture = [torch.cuda.get_device_properties(device).gcnArchName] if torch.version.hip else []
     return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *architecture]
 
@@ -52,7 +52,7 @@ def _precision() -> str:
 
 
 def set_for_process(settings: dict[str, Any]) -> None:
-    """In the compile process: what holds for all threads, until the next graph."""
+    """In the compile process: apply the settings of a graph that hold for all threads."""
     torch.set_default_dtype(getattr(torch, settings["dtype"]))
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
@@ -73,10 +73,10 @@ def for_graph(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def scope() -> Iterator[None]:
-    """In ComfyUI's process: the settings under which a graph is lowered in the call that traced it."""
+    """A context with the settings for lowering: for good in the compile process, in ComfyUI's while it lowers inline."""
     rotary_norms.register()
     with (
-        lowering_settings.applied(force_non_lazy_backward_lowering=True),  # a trainer's, with the forward
+        lowering_settings.applied(force_non_lazy_backward_lowering=True),  # lower a trainer's backward with the forward
         libdevice_scope.applied(**libdevice()),
         products_as_operators(),
     ):
@@ -84,7 +84,7 @@ def scope() -> Iterator[None]:
 
 
 def prepare_process() -> None:
-    """In the compile process: what holds until it ends."""
+    """In the compile process: apply the settings that hold until the process ends."""
     _until_the_end.enter_context(scope())
     private.shape_config.use_duck_shape = False
     private.functorch_config.bundled_autograd_cache = True
@@ -92,8 +92,8 @@ def prepare_process() -> None:
 
 
 def cacheable_functions(graph: fx.GraphModule) -> dict[str, str]:
-    """For inductor's setting `unsafe_marked_cacheable_functions`, without which it serialises no graph with a function that it
-    does not know: other code may get the same name. Names of our code have a digest of the function's file (wire.py)."""
+    """For inductor's setting `unsafe_marked_cacheable_functions`, without which inductor serialises no graph with a function
+    unknown to inductor, as other code may get the same name. Here a request has a digest of each function's file (wire.py)."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
     functions = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     names = [f"{f.__module__}.{f.__name__}" for f in functions if hasattr(f, "__module__") and hasattr(f, "__name__")]

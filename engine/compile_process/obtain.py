@@ -1,4 +1,4 @@
-"""Name the code of a graph, take it from where it is kept or have the compile process make it, and load it."""
+"""Name the code of a graph, get the code from the store or from the compile process, and load it."""
 
 import functools
 import gc
@@ -30,9 +30,9 @@ from .artefact import Code, LowerInline
 from .client import compile_process, folders
 from .inputs import Inputs
 
-# Options for which lowering runs no kernel. Others come with a mode that tunes.
+# Options for which lowering runs no kernel. Other options come with a mode that tunes.
 NOT_MEASURED = {"fallback_random", "triton.cudagraphs"}
-# How many codes of one graph are kept: lowering may add guards that do not hold for other sizes.
+# How many variants of a graph's code are kept: lowering may add guards that do not hold for other sizes.
 VARIANTS = 8
 
 
@@ -45,15 +45,15 @@ class Request:
     sizes: tuple[int, ...]  # values of the sizes among the inputs, to check the guards that lowering adds
     device: torch.device
     measures: bool = False  # lowering runs kernels on the card
-    inputs: Inputs | None = None  # on which kernels are loaded and tuned before the first run; None: only that run may do it
+    inputs: Inputs | None = None  # to load and tune kernels on before the first run; None: only that run may load them
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
-    """Write down a graph that has just been traced, in the call that traced it. LowerInline: it cannot be written down."""
+    """Serialize a graph that has just been traced, in the call that traced it. LowerInline: the graph cannot be serialized."""
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
         raise LowerInline("it has a backward")
     described = wire.dumps(graph, fakes)
-    if described["sources"] or described["operators"]:  # layouts are found by names that such modules register
+    if described["sources"] or described["operators"]:  # layouts are looked up by names that these modules register
         digests = {module: wire.digest_of(module) for module in compile_process.modules()}
         described["sources"] |= {module: digest for module, digest in digests.items() if digest is not None}
     request = {"graph": described, "settings": lowering_settings.now(device), "options": options}
@@ -111,7 +111,7 @@ def _make(request: Request, block: str, patient: bool, name: str) -> Code:
     code = compile_process.lower(request.text, patient, request.measures)
     if not holds(code.guards, request.sizes):
         raise LowerInline("the guards of its code do not hold for its own sizes")
-    if store is not None:  # else it is not known which names others have given to code of this graph
+    if store is not None:  # else nobody knows which names other machines have given to code of this graph
         code = replace(code, inputs=request.inputs.given if request.inputs is not None else None)
         content = code.packed({"class": block, "environment": environment()})
         store.put(name, content)
@@ -132,7 +132,7 @@ def names_for(request: Request) -> Iterator[str]:
 
 
 def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str | None) -> Code | str:
-    """The code that is kept and holds for the request's sizes, else the name under which such code is to be kept."""
+    """Kept code that holds for the request's sizes, else the name under which to keep new code."""
     for name in names_for(request):
         content = get(name) if name != distrusted else None
         if content is None:
@@ -148,7 +148,7 @@ def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str 
 
 
 def load(code: Code) -> Callable[..., Any]:
-    """Load code; returns a function of the graph's inputs. For damaged code PyTorch raises whatever it likes."""
+    """Load code; returns a function of the graph's inputs. For damaged code PyTorch may raise any error."""
     scratch = compile_process.scratch
     for name, content in code.files.items():
         file = Path(scratch, name)
@@ -164,8 +164,8 @@ def load(code: Code) -> Callable[..., Any]:
 
 @contextmanager
 def _without_cuda_graphs() -> Iterator[None]:
-    """Load code with inductor's CUDA graphs off: it was not lowered for them, and fails if the setting is on when it is loaded.
-    Up to PyTorch 2.11 that is so on all threads while another node compiles with them, under Dynamo's lock."""
+    """A context with inductor's CUDA graphs off: code was not lowered for them, and fails if loaded with the setting on. Up to
+    PyTorch 2.11 the setting is on for all threads while another node compiles with CUDA graphs, under Dynamo's lock."""
     if not private.inductor_config.triton.cudagraphs:
         yield
         return
@@ -178,7 +178,7 @@ _workers_scope = SharedScope({"use_process_pool": private.switch("use_process_po
 
 def _on_other_threads(use_process_pool: classmethod) -> classmethod:
     """Keep PyTorch from starting a process for compiling kernels when code is loaded (torch/_inductor/async_compile.py): the
-    kernels are there already, and it takes half a GiB. On other threads, which may compile, PyTorch still starts it."""
+    kernels are there already, and the process takes half a GiB. On other threads, which may compile, PyTorch still does."""
     thread = threading.get_ident()
     return classmethod(lambda cls: threading.get_ident() != thread and use_process_pool.__get__(None, cls)())
 
@@ -195,7 +195,7 @@ def get_ready_to_compile(starts: bool = True, imports: bool = True) -> None:
         import_ahead()
 
 
-# Each call of a model asks until something is compiled.
+# `get_ready_to_compile` runs in each call of a model until something is compiled.
 START_AGAIN_SECONDS = 10.0
 _not_before = 0.0
 
@@ -238,7 +238,7 @@ def _import() -> None:
             with suppress(Exception):  # a PyTorch without it, or one built without torch.distributed
                 importlib.import_module(module)
     if gc.isenabled():  # not during a capture
-        gc.collect()  # which so many new objects would start soon, in the call that traces: 0.3 s on a slow core
+        gc.collect()  # so many new objects would trigger this soon, in the call that traces: 0.3 s on a slow core
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)
     started(threading.Thread(target=_digest, name="torch-compile-kit import", daemon=True))  # no trace waits for it
 

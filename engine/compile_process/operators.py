@@ -1,8 +1,8 @@
-"""Operators that only ComfyUI's process has, in the compile process: what packs, attention libraries and this pack register.
+"""Define in the compile process the operators that packs, attention libraries and this pack register in ComfyUI's process.
 
-A graph goes over with the schemas of its operators, and for each call with the outputs that Dynamo's trace found. The compile
-process defines an operator that it lacks, without an implementation: lowered code calls operators by name, where it is loaded.
-Lowering only asks for outputs, and gets those of the call with the same inputs.
+A graph is sent with the schemas of its operators and, for each call, the outputs that Dynamo's trace found. The compile process
+defines missing operators without an implementation: lowered code calls operators by name, in the process that loads the code.
+Lowering only asks for the outputs of a call, and gets those of the traced call with the same inputs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ..out_of_place import overloads
 from ..torch_compat import private
 from .artefact import LowerInline
 
-# With any other layout of its inputs an operator may give outputs of another layout.
+# The tag to keep the layout of inputs: with another layout an operator may return outputs of another layout.
 _LAYOUT = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "needs_fixed_stride_order"
 _LAYOUTS = {"needs_exact_strides", "needs_fixed_stride_order", "needs_contiguous_strides", "flexible_layout"}
-# Keeps what was defined.
+# Keeps the definitions alive.
 _libraries: list[torch.library.Library] = []
-# By name of an operator that was defined here, the calls in the graph that is being lowered: inputs and outputs.
+# Name of an operator defined here -> its calls in the graph that is being lowered: (inputs, outputs).
 _calls: dict[str, list[tuple[Any, Any]]] = {}
-# The outputs of the call that `noting` is about, by name of the operator, until it is called.
+# Name of an operator -> its outputs in the call that runs in `noting`, until the operator is called.
 _next_outputs: dict[str, Any] = {}
 
 
 def is_custom(node: fx.Node) -> bool:
-    """Whether it calls an operator that is not PyTorch's own."""
+    """Whether `node` calls an operator that is not PyTorch's own."""
     return bool(overloads(node.target)) and not str(node.target).startswith("aten.")
 
 
 def described(target: Any) -> list[list]:
-    """For each overload its schema and tags, as JSON; not for one that gives a view of an input, which needs its code."""
+    """Schema and tags of each overload, as JSON, except overloads that return a view of an input: these need their code."""
     without_views = [o for o in overloads(target) if not any(value.alias_info for value in o._schema.returns)]
     return [[str(o._schema), sorted(tag.name for tag in o.tags if tag.name not in _LAYOUTS)] for o in without_views]
 
@@ -47,7 +47,7 @@ def forget_calls() -> None:
 
 
 def forget_definitions() -> None:
-    """A module that registers an operator itself cannot be imported while it is defined here."""
+    """Called before imports: a module cannot register an operator while that operator is defined here."""
     for library in _libraries:
         library._destroy()
     _libraries.clear()
@@ -70,7 +70,7 @@ def define(schema: str, tags: list[str]) -> None:
 
 @contextmanager
 def noting(target: Any, outputs: Any) -> Iterator[None]:
-    """Run a call that is in the graph: an operator that is defined here gives these outputs, then and for the same inputs."""
+    """A context to run a call of the graph in: an operator defined here returns `outputs`, also later for these inputs."""
     _next_outputs.update({_name(str(overload._schema)): outputs for overload in overloads(target)})
     try:
         yield
@@ -79,8 +79,8 @@ def noting(target: Any, outputs: Any) -> Iterator[None]:
 
 
 def is_changed(target: Any, value: Any, outputs: Any) -> bool:
-    """Whether a call's value, after the whole graph has run, is not what was noted: `unsqueeze_` and others change it in place,
-    and the outputs were written down after that."""
+    """Whether a call's value differs from `outputs` after the whole graph has run: `unsqueeze_` and others change tensors in
+    place, and the trace recorded `outputs` after that."""
     is_ours = any(_name(str(overload._schema)) in _calls for overload in overloads(target))
     return is_ours and _form(value) != _form(outputs)
 
@@ -108,9 +108,9 @@ def _operator(name: str) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """A value, to be compared: of tensors their sizes, steps, dtype and device, of sizes that vary their expression."""
+    """A value in a form to compare: sizes, strides, dtype and device of a tensor, the expression of a size that varies."""
     if isinstance(value, torch.Tensor):
-        # A step over a dimension of one element means nothing, and inductor writes another.
+        # The stride of a dimension of size 1 means nothing, and inductor sets another.
         sizes, steps = ([_form(n) for n in numbers] for numbers in (value.shape, value.stride()))
         return sizes, [None if n == 1 else step for n, step in zip(sizes, steps, strict=True)], value.dtype, value.device
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -1,13 +1,13 @@
-"""Write a graph of Dynamo's and its fake inputs as JSON, and make them again in another process.
+"""Serialize a graph of Dynamo's and its fake inputs to JSON, and rebuild them in another process.
 
 The text holds what determines the compiled code and nothing else, so its digest names the code: nodes and inputs by number, not
 by the names that Dynamo gives them; sizes that vary as symbols numbered by their first use, with range and hint; functions and
-classes by module and name, with a digest of the module's file if it is not PyTorch's: that code is traced into what is
-compiled. Operators are written with their schemas and outputs (operators.py), and attention with its kernel
-(torch_compat/attention.py), without the nodes that set the order of kernels. Nothing is pickled.
+classes by module and name, with a digest of the module's file if that is not PyTorch's, as such code is traced into the graph.
+Operators are written with their schemas and outputs (operators.py), and attention with its kernel (torch_compat/attention.py),
+without the nodes that set the order of kernels. Nothing is pickled.
 
-`dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
-constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
+`dumps` raises `LowerInline` for a graph that cannot be serialized: with a submodule (gradient checkpointing), a function
+without a name, a constant tensor, floats that vary, a sparse tensor. Such graphs are lowered in the call that traced them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..torch_compat import attention, private
 from . import operators
 from .artefact import LowerInline
 
-# The first part of the name of an attention kernel.
+# The prefix of attention kernels' names.
 _ATTENTION = "attention"
 _VERSIONED = {"torch", *sys.stdlib_module_names}
 # Inductor's GPU_ALIGN_BYTES (torch/_inductor/utils.py).
@@ -71,7 +71,7 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
 
 def guards_of(inputs: Sequence[Any], mode: Any) -> str | None:
     """The guards of code that was lowered for inputs of `loads`, for `ShapeEnv.evaluate_guards_expression`; None: no guards.
-    Also those from before lowering, as the code is used for other traces with the same text, whose sizes may differ."""
+    Guards from before lowering are included: other traces with the same text use the code, and their sizes may differ."""
     guards, sizes = mode.shape_env.guards, [value for value in inputs if isinstance(value, torch.SymInt)]
     return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
 
@@ -88,7 +88,7 @@ def _written_by(graph: fx.Graph) -> set[int] | None:
 
 
 def _returned_by(graph: fx.Graph) -> set[int]:
-    """The storages of what a graph returns: PyTorch makes views of inputs anew, by their offset."""
+    """The storages of a graph's outputs: PyTorch rebuilds views of inputs, by their offset."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     return set().union(*(_memory_of(node.meta.get("example_value")) for node in output.all_input_nodes))
 
@@ -126,7 +126,7 @@ class _Writer:
         return {**described, "operators": self._operators}
 
     def _name_of(self, named: Any) -> str:
-        """Its name; the digest of the file that it comes from is noted."""
+        """The name of `named`; notes the digest of the file that defines it."""
         if (digest := digest_of(getattr(named, "__module__", None))) is not None:
             self._sources[named.__module__] = digest
         return name_of(named)
@@ -158,15 +158,15 @@ class _Writer:
         return {"shape": [self._number(n) for n in fake.shape], "stride": [self._number(n) for n in fake.stride()]}
 
     def _offset(self, fake: torch.Tensor) -> Any:
-        """A tensor's offset; 0 for an aligned weight that the graph neither writes nor returns. Its place may differ from run
-        to run (memory of its own, a page of dynamic VRAM, a buffer for all weights of a block), and the code is the same."""
+        """A tensor's offset; 0 for an aligned weight that the graph neither writes nor returns, as the code is the same
+        wherever the weight lies in a run (memory of its own, a page of dynamic VRAM, a buffer for all weights of a block)."""
         offset = fake.storage_offset()
         if not isinstance(fake, torch.nn.Parameter) or type(offset) is not int or offset * fake.itemsize % ALIGNED_BYTES:
             return offset
         return 0 if self._memory(fake) is None and not self._returned & _memory_of(fake) else offset
 
     def _memory(self, fake: torch.Tensor) -> int | None:
-        """A number for an input's memory, which others may share; None if the graph does not write to it."""
+        """A number for an input's memory, which other inputs may share; None if the graph does not write to that memory."""
         address = fake.untyped_storage()._cdata
         if self._written is not None and address not in self._written:
             return None
@@ -205,9 +205,9 @@ class _Writer:
         if node.op == "call_module":
             raise LowerInline("it calls a module")
         target: Any = node.target
-        if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
+        if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo turns nearly all attributes into inputs
             raise LowerInline("it holds a constant or a graph")
-        if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is a number of this process
+        if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is an index into a table
             raise LowerInline(f"it calls {node.target}, which PyTorch keeps in a table of its own")
         if node.op == "call_function":
             kernel = attention.kernel_for(node, self._kernels) if node.target in attention.FUNCTIONS else None
@@ -222,7 +222,7 @@ class _Writer:
         return written
 
     def _outputs(self, value: Any) -> Any:
-        """What an operator gives, as the trace found it."""
+        """An operator's outputs, as the trace found them."""
         if isinstance(value, list | tuple):
             written = [self._outputs(one) for one in value]
             return written if isinstance(value, list) else {"tuple": written}
@@ -266,8 +266,8 @@ class _Writer:
 
 
 def _arguments_of(value: Any) -> list | None:
-    """The arguments with which its class makes a value again; None: the value is written by its name."""
-    if isinstance(value, tuple):  # a named one
+    """The arguments with which its class rebuilds a value; None: the value is written by its name."""
+    if isinstance(value, tuple):  # a named tuple
         return list(value)
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
@@ -350,7 +350,7 @@ class _Reader:
         return self._number(described["offset"]) + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
     def _make_shared_memory(self) -> None:
-        """Make memory that several inputs share, of any size that holds all of them."""
+        """Allocate memory that several inputs share, of any size that holds all of them."""
         inside: dict[int, list[dict[str, Any]]] = {}
         for described in self._request["inputs"]:
             if described.get("memory") is not None:
@@ -388,7 +388,7 @@ class _Reader:
         return torch.empty_strided(shape, stride, **_kind_of(described))
 
     def _note_values(self, module: fx.GraphModule, inputs: list[Any]) -> None:
-        """Put its value on each node, as Dynamo does: else AOTAutograd takes graphs with method calls for unsafe to keep."""
+        """Put `example_value` on each node, as Dynamo does: without, AOTAutograd refuses to cache graphs with method calls."""
         values, outputs, output = iter(inputs), self._outputs, self._output
 
         class Noting(fx.Interpreter):
@@ -460,7 +460,7 @@ def _lookup_names(named: Any) -> Iterator[str]:
     if isinstance(named, type):
         module, outer = named.__module__, vars(sys.modules.get(named.__module__, sys))
         yield from (f"{module}:{path}" for path in (named.__qualname__, named.__name__))
-        # A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias.
+        # A dataclass that was recreated for slots has lost the name of the class around it; SDPBackend is an alias.
         yield from [f"{module}:{name}.{named.__name__}" for name, value in list(outer.items()) if isinstance(value, type)]
     elif isinstance(named, _OF_TORCH):
         yield str(named).replace(".", ":")
