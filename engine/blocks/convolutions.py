@@ -16,7 +16,7 @@ from ..per_model import PerModel
 from ..settings import CompileSettings
 from .discovery import can_be_block, foreign_forward, size_of
 
-# Blocks of a kind are not compiled if in a call of the model they process less than this share of the largest kind's elements.
+# A kind of blocks is not compiled if its blocks process less than this share of the largest kind's elements in a model call.
 SHARE = 0.4
 _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 
@@ -37,7 +37,7 @@ def _parts(block: nn.Module) -> tuple[str, ...]:
 
 # Whether most weights of a block are those of convolutions.
 is_convolutional = PerModel(_mostly_convolutions)
-# The blocks of tokens inside a block of images (SD 1.5's SpatialTransformer), by path; none if they are not most of it.
+# The paths of the transformers in a block of images (SD 1.5's SpatialTransformer); none unless they hold most weights.
 _parts_of = PerModel(_parts)
 
 
@@ -50,7 +50,7 @@ def parts_of(block: nn.Module) -> list[nn.Module]:
 
 
 class Choice(NamedTuple):
-    """What of some blocks of a model is compiled: some blocks are replaced by their parts, others run eager."""
+    """What is compiled of blocks of a model: some blocks are replaced by their parts, others run eager."""
 
     compiled: list[nn.Module]
     parts: list[nn.Module]
@@ -93,7 +93,7 @@ class Effort:
     _most: int = 0
 
     def is_too_small(self, block: nn.Module, args: tuple) -> bool:
-        """Whether `block` should run eager: decided when the first of its kind runs, by comparison with kinds before."""
+        """Whether `block` should run eager: decided when the first of its kind runs, by comparison with earlier kinds."""
         key = kind_of(block)
         if key not in self._small:
             work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]

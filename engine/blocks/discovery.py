@@ -52,7 +52,7 @@ class BlockPlan:
         return self.matching(patterns)
 
     def matching(self, patterns: tuple[str, ...]) -> BlockPlan:
-        """As `select`, also if a pattern matches no block: where a patch hides blocks, their patterns match none."""
+        """As `select`, but a pattern may match no block: a patch may hide the pattern's blocks."""
         if not patterns:
             return self
         chosen = tuple(b for b in self.blocks if any(fnmatchcase(b.path, p) for p in patterns))
@@ -125,12 +125,12 @@ def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Without PyTorch's wrapper, which another node's compiling leaves around a module until the host loads the model again."""
+    """A module without PyTorch's wrapper, which stays on a module that a node compiles until the host loads the model again."""
     return getattr(module, "_orig_mod", module)
 
 
 def foreign_forward(block: nn.Module) -> object | None:
-    """What another node has put in the place of the class's forward, or has made of it (`Module.compile`); None: nothing."""
+    """What runs instead of the class's forward: another node's forward, or that of `Module.compile`; None: nothing."""
     return given_forward(block) or block._compiled_call_impl
 
 

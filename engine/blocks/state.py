@@ -1,13 +1,13 @@
-"""Tell whether a block still is what it was: its modules, their methods, forwards and hooks.
+"""Detect whether a block has changed: its modules, their methods, forwards and hooks.
 
 Other nodes exchange layers inside blocks, give them another class (RES4LYF) or another `forward` (LoRA in bypass mode,
 KJNodes' attention for Wan), replace methods of a class or hook into layers: before a block was compiled, after it, or for the
-length of a call. So a block is looked at whenever it is called. PyTorch guards what code reads of modules, objects and Python
-modules, also functions there, but no method of a class: compiled code would keep calling the one that was traced.
+length of a call. So each call of a block checks the block. PyTorch guards what code reads of modules, objects and Python
+modules, also functions there, but no method of a class: compiled code would keep calling the traced method.
 
-Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), and some
-nodes for each prompt; each would need a graph of its own. `sharing_classes` shows compiled code the first such class, while the
-block runs and no longer: by their class another node finds the layers that it has to take back.
+Guards compare classes by identity. Some models create a class for each instance (Stable Cascade's LayerNorm2d), and some nodes
+for each prompt; each class would need a graph of its own. `sharing_classes` gives modules the first of these classes, only
+while the block runs: other nodes recognise by class the layers that they have to restore.
 """
 
 import functools
@@ -40,7 +40,7 @@ Shared = list[tuple[weakref.ref, weakref.ref]]
 
 
 def shared_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> Shared:
-    """(module, class) for each module whose class in `first`, the one with the same code and closure, is not its own class."""
+    """(module, class) for each module whose class is not that in `first` with the same code and closure."""
     pairs, kept = [], []
     for module in block.modules():
         if is_made_anew(type(module)):
@@ -69,7 +69,7 @@ def sharing_classes(pairs: Shared) -> Iterator[None]:
                 module.__class__ = cls
 
 
-# In a layer's dict: the forward whose place `_run_outside` has taken.
+# In a layer's `__dict__`: the forward that `_run_outside` replaces and calls.
 _OUTSIDE = "torch_compile_kit_forward"
 
 
@@ -145,7 +145,7 @@ def _functions_in(member: object) -> list[types.FunctionType]:
 
 
 class Methods:
-    """The methods in a class's own dict at one time, with an equal `key` if they are equal; keeps none of them alive."""
+    """A snapshot of the methods in a class's own dict; equal methods have equal keys (`key`). Keeps no method alive."""
 
     def __init__(self, cls: type):
         members = _methods_in(cls)
@@ -159,7 +159,7 @@ class Methods:
         self.key = Key(class_key(cls))
 
     def are_current(self) -> bool:
-        """Whether no method was replaced since."""
+        """Whether no method was replaced since the snapshot."""
         cls = self._cls()
         if self._freed or cls is None:
             return False
@@ -174,7 +174,7 @@ _methods: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
 
 
 def methods_of(classes: Iterable[type]) -> list[Methods]:
-    """The methods of the classes and of their bases; the earlier objects where they are the same."""
+    """The methods of the classes and of their bases; a class whose methods are unchanged keeps its `Methods` object."""
     current = []
     for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _has_methods(base)):
         methods = _methods.get(base)
@@ -194,16 +194,16 @@ Code = types.CodeType | type | Same
 
 
 class BlockState:
-    """The modules inside a block, as they were when the state was made; keeps none of them alive.
+    """A snapshot of the modules inside a block; keeps none of them alive.
 
     Hooks and a `forward` of the block itself run outside its compiled code and do not count.
 
     Attributes:
-        groups: the block's group, or None, by settings.
-        options: the `OptionsFilter` of the block, made on a higher floor.
-        methods: keys of the methods of all modules and plain objects in the block; then what other nodes have put over methods.
-        forwards: by path, what other nodes have put over forwards of the classes.
-        callables: what else lies in the dicts of modules and can be called.
+        groups: `settings_key()` -> the block's group, or None.
+        options: the `OptionsFilter` of the block, set by `ModelCode` (compile/registry.py).
+        methods: keys of the methods of all modules and plain objects in the block; then attributes that hide a method.
+        forwards: (path, code) of each forward that another node has put over that of the class.
+        callables: other callables in the dicts of modules, and attributes that are None.
     """
 
     def __init__(self, block: nn.Module, first: MutableMapping[Hashable, type]):
@@ -248,7 +248,7 @@ class BlockState:
         self.methods = (*(methods.key for methods in self._methods), *overrides)
 
     def holds(self, block: nn.Module) -> bool:
-        """Whether nothing in the block has changed; asked before each call of the block."""
+        """Whether nothing in the block has changed; called before each call of the block."""
         looked_at, sizes = _look_at(block)
         if self._freed or looked_at != self._looked_at or not all(methods.are_current() for methods in self._methods):
             return False
