@@ -1,8 +1,8 @@
 """Lower a graph with PyTorch's inductor, with decompositions of the host's kernels.
 
-Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. If
-the kernel saves no more than fusion does, the same in plain PyTorch is faster: inductor makes one kernel of the norm and the
-rotary embedding of queries and keys (docs/measurements.md, where the time goes).
+Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. If the
+kernel saves no more than fusion does, a decomposition is faster: inductor makes one kernel of the norm and the rotary embedding
+of queries and keys (docs/measurements.md, where the time goes).
 """
 
 import functools
@@ -25,7 +25,7 @@ REPLACEMENTS: dict[Any, Callable] = {}
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
     """A backend of torch.compile: inductor with `options`; on NVIDIA's GPUs with REPLACEMENTS, and with eager's rounding."""
     if private.compile_fx is None:
-        private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
+        private.NAMES["compile_fx"].find()  # raises the error of the import, which may have a cure
     options = {**(_as_eager_rounds() if _has_replacements(example_inputs) else {}), **(options or {})}
     with in_one_pass(), replacements(example_inputs):
         return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
@@ -43,7 +43,7 @@ def replacements(inputs: Sequence) -> AbstractContextManager:
 
 
 def _table_with_replacements() -> dict:
-    """PyTorch's decompositions under the options in force (`fallback_random` takes some away), and ours."""
+    """PyTorch's decompositions under the options in force (`fallback_random` removes some), and ours."""
     table = dict(private.select_decomp_table())
     exact = table.get(aten.gelu.default, aten.gelu)
     return table | {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, exact)}

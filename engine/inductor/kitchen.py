@@ -1,9 +1,9 @@
-"""comfy-kitchen's matrix products as operators while blocks are traced and lowered.
+"""Replace comfy-kitchen's matrix products by operators while blocks are traced and lowered.
 
 Most of comfy-kitchen's functions are operators of PyTorch. Its products with 4-bit weights (ConvRot W4A4, W4A8) and newer ones
-(`fp16_linear`) are Python code that ends in a kernel, or reads a matrix that was made before: PyTorch can trace neither, and
-the block would run uncompiled. These products ask comfy-kitchen's registry for the implementation that fits the arguments.
-While a graph is made, the registry returns an operator; when the operator runs, it asks the registry again.
+(`fp16_linear`) are Python code that ends in a kernel, or reads a cached matrix: PyTorch can trace neither, and the block would
+run uncompiled. These products ask comfy-kitchen's registry for the implementation that fits the arguments. While a graph is
+made, the registry returns an operator; when the operator runs, it asks the registry again.
 """
 
 import inspect
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def products_as_operators() -> AbstractContextManager:
-    """A context to make graphs in, with operators for these products, and to run them: Dynamo guards the registry's method."""
+    """A context for tracing and running graphs, with operators for these products: Dynamo guards the registry's method."""
     # Another pack's replacement of the method stays in charge.
     if registry is None or BackendRegistry.get_implementation not in (_choose, _get_implementation):
         return nullcontext()

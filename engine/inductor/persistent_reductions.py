@@ -17,7 +17,7 @@ _STRICT = "strict_reduction_rblock", "strict_sum_rblock"  # the name since PyTor
 
 
 def in_one_pass() -> AbstractContextManager:
-    """A context in which this thread's inductor makes such kernels, unless another pack has set a handler of choices."""
+    """A context in which this thread's inductor makes one-pass kernels, unless another pack has set a handler of choices."""
     if None in (private.InductorChoices, private.ReductionHint, private.V, private.inductor_config):
         return nullcontext()
     chosen = private.V.choices

@@ -1,6 +1,6 @@
 """Decompose the host's kernels (comfy-kitchen), rotary embeddings and adaptive norms, for inductor to fuse.
 
-They compute what comfy_kitchen/backends/eager/{rope,adaln}.py computes; code that works in place there is out of place here.
+The results are those of comfy_kitchen/backends/eager/{rope,adaln}.py; code that works in place there is out of place here.
 """
 
 import functools
@@ -21,7 +21,7 @@ def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 def rope_split_half1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of which one is in the first half of the head and one in the second."""
+    """Rotate pairs of elements, one of the first half of the head and one of the second."""
     pairs = x.reshape(*x.shape[:-1], 2, -1).movedim(-2, -1).unsqueeze(-2).to(freqs.dtype)
     rotated = freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]
     return rotated.movedim(-1, -2).reshape(x.shape).type_as(x)
@@ -34,7 +34,7 @@ def _trimmed(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x, _shape, weight=None, eps=1e-6):
-    """PyTorch's own decomposition, as from 2.10 on; in 2.9 C++ code adds `eps` in place, which AOTAutograd refuses here."""
+    """PyTorch's own decomposition from 2.10 on; in 2.9 C++ code adds `eps` in place, which AOTAutograd refuses here."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).type_as(x)
@@ -90,7 +90,7 @@ def register() -> None:
 
 @functools.cache
 def _matching() -> list[str]:
-    """The kernels that give the same as their decomposition on small tensors: those of another comfy-kitchen may not."""
+    """The kernels that agree with their decomposition on small tensors: those of another version of comfy-kitchen may not."""
     agrees: dict[str, bool] = {}
     for name in (name for name in DECOMPOSITIONS if hasattr(torch.ops.comfy_kitchen, name)):
         usual, *unusual = _cases(name)
@@ -113,7 +113,7 @@ def _cases(name: str) -> Iterator[tuple]:
         yield from ((*tensors, random(1, 1, 1, 8), random(1, 1, 1, 8), eps) for eps in (1e-6, 0.5))
         return
     scales = [random(8) for _ in tensors] if name.startswith("rms") else []
-    for tokens in (6, 9):  # 9: frequencies of more tokens than there are
+    for tokens in (6, 9):  # 9: frequencies for more tokens than `x` has
         yield (*tensors, random(1, 1, tokens, 4, 2, 2), *scales)
     if scales:
         yield (*tensors, random(1, 1, 6, 4, 2, 2), *scales, 0.5)
@@ -121,7 +121,7 @@ def _cases(name: str) -> Iterator[tuple]:
 
 
 def _agree(name: str, args: tuple) -> bool | None:
-    """Whether the host's kernel and its decomposition give the same; None where the kernel takes no such arguments."""
+    """Whether the host's kernel and its decomposition agree; None if the kernel does not take these arguments."""
     with torch.no_grad():
         try:
             theirs = getattr(torch.ops.comfy_kitchen, name)(*args)
