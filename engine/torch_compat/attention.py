@@ -1,9 +1,9 @@
-"""Name the kernel of each call of attention, where a graph is traced.
+"""Choose the kernel of each call of attention when a graph is traced.
 
-PyTorch asks the card which kernels can run. The compile process has no card, and would be told that none can. So in the process
-that traces, `kernel_for` looks at what PyTorch makes of each call of `scaled_dot_product_attention`, and the call is sent as
-one of KERNELS: what PyTorch does once it has decided (aten/src/ATen/native/transformers/attention.cpp). The traced function's
-guards on sizes hold for the choice too, since tracing has asked PyTorch the same.
+PyTorch asks the card which kernels can run. In the compile process, which has no card, none could. So in the process that
+traces, `kernel_for` notes which operators PyTorch calls for each `scaled_dot_product_attention`, and the call is sent as one of
+KERNELS: what PyTorch does after its choice (aten/src/ATen/native/transformers/attention.cpp). The guards of the trace on sizes
+hold for the choice too, since PyTorch has made the same choice in the trace.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 aten = torch.ops.aten
 FUNCTIONS = {
     torch.nn.functional.scaled_dot_product_attention,
-    torch._C._nn.scaled_dot_product_attention,  # what a pack calls that has replaced the function above
+    torch._C._nn.scaled_dot_product_attention,  # called by packs that replace the function above
     aten.scaled_dot_product_attention.default,
 }
 # For each kernel, operators that no other kernel calls.
@@ -36,7 +36,7 @@ _ALIGNMENT = 8
 
 
 class _OfThread(TorchDispatchMode):
-    """A mode that concerns its own thread. For other modes PyTorch sets a flag of the process: while one thread is in such a
+    """A mode that affects its own thread only. For any other mode PyTorch sets a process-wide flag: while one thread is in that
     mode, Dynamo traces nothing on any thread (up to 2.10), and if two modes overlap, the flag may stay set."""
 
     @classmethod
@@ -45,7 +45,7 @@ class _OfThread(TorchDispatchMode):
 
 
 class _Noting(_OfThread):
-    """Note the operators that PyTorch calls."""
+    """Record the operators that PyTorch calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Noting(_OfThread):
 
 
 def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
-    """The name in KERNELS of the kernel that a call in Dynamo's graph gets; None for a kernel of another kind.
+    """The name in KERNELS of the kernel that PyTorch chooses for a call in Dynamo's graph; None for any other kernel.
 
     Args:
         enabled: the kernels that may run, the preferred first.
@@ -74,8 +74,8 @@ def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
 
 
 class WithoutPlans(_OfThread):
-    """A mode in which cuDNN's attention gives zeros, but for a device's first call, which loads cuDNN. For each shape cuDNN
-    compiles a plan, in a quarter of a second or more, which no other thread finds (aten/src/ATen/native/cudnn/MHA.cpp)."""
+    """A mode in which cuDNN's attention returns zeros, except in a device's first call, which loads cuDNN. For each shape cuDNN
+    compiles a plan, in a quarter of a second or more, which no other thread can use (aten/src/ATen/native/cudnn/MHA.cpp)."""
 
     _loaded: ClassVar[set[torch.device]] = set()
 

@@ -1,9 +1,9 @@
-"""Make tensors on a card that is not there: they have shapes and no numbers. For prebuild.py, whose process is no server.
+"""Make tensors on a card that is not there, with shapes but without numbers, for prebuild.py, whose process is no server.
 
-In that process ComfyUI runs as on a server with the card: `stand_in` (stand_in_card.py) answers what it asks of the card.
-All functions that make tensors end in two operators, which are replaced: a tensor on the card becomes a fake tensor of
-PyTorch's. Tensors on the CPU stay real, as samplers read their numbers. A dispatch mode could replace the operators too, but
-Dynamo traces nothing in a dispatch mode.
+In that process ComfyUI runs as on a server with the card: `stand_in` (stand_in_card.py) answers for the card. All functions
+that make tensors end in two operators, which are replaced: a tensor on the card becomes a fake tensor of PyTorch's. Tensors on
+the CPU stay real, as samplers read their numbers. A dispatch mode could replace the operators too, but Dynamo traces nothing in
+a dispatch mode.
 """
 
 import collections
@@ -23,7 +23,7 @@ CARD = torch.device("cuda", 0)
 _aten = torch.library.Library("aten", "IMPL")  # registrations last as long as this object
 _MEMORY = 2**50  # so that ComfyUI moves no weights
 _SIXTEEN_BITS = {torch.float16, torch.bfloat16}
-# The most channels of a head that a kernel takes; on Hopper, cuDNN's kernel takes as many as flash attention.
+# The most channels per head that a kernel supports; on Hopper, cuDNN's kernel supports as many as flash attention.
 _FLASH_WIDTH, _CUDNN_WIDTH, _HOPPER = 256, 128, (9, 0)
 
 
@@ -50,7 +50,7 @@ class _Stream:
 
 
 def begin(card: dict[str, Any]) -> _NoNumbers:
-    """Have this process see `card`, without a GPU or driver, until it ends. To be called before ComfyUI is imported.
+    """Make this process see `card`, without a GPU or driver, until the process ends. Call this before ComfyUI is imported.
 
     Args:
         card: as `stand_in_card.describe` lists it.
@@ -86,7 +86,7 @@ def _fake(mode: FakeTensorMode, empty: Callable, size: Any, *strides: Any, dtype
 
 
 def _apply(self, fn, recurse=True):
-    """Replaces `nn.Module._apply`, which swaps the contents of fake parameters, and cannot while weak references exist."""
+    """Replaces `nn.Module._apply`, which swaps the contents of fake parameters and fails while weak references exist."""
     for module in self.children() if recurse else ():
         module._apply(fn)
     for name, parameter in self._parameters.items():

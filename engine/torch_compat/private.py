@@ -1,8 +1,8 @@
 """Look up PyTorch's private names at their first use, and warn what a missing one costs.
 
-A new version of PyTorch may rename any of them, so no other package names one. `private.counters` is the object of that name in
-`NAMES`, or its `instead`. If a name whose `without` is None is missing, nothing is compiled (`unsupported`). A missing name
-that only the compile process needs raises `MissingName`, and the graph is lowered in the call that traced it.
+A new version of PyTorch may rename any private name, so no other package uses one directly. `private.counters` is the object of
+that name in `NAMES`, or its `instead`. If a name whose `without` is None is missing, nothing is compiled (`unsupported`). A
+missing name that only the compile process needs raises `MissingName`, and the graph is lowered in the call that traced it.
 """
 
 import functools
@@ -25,7 +25,7 @@ TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
-# Versions in which a CUDA graph that is freed takes with it the workspaces of cuBLAS that other graphs of its stream write to
+# Versions in which freeing a CUDA graph frees the workspaces of cuBLAS that other graphs of its stream write to
 # (`clearCublasWorkspacesForStream` in ATen/cuda/CUDAGraph.cpp, pytorch#193402).
 FREES_WORKSPACES = {"2.12", "2.13", "2.14"}
 # Since 2.13 a guard on an attribute of a tensor is missing if another tensor of the layer has that attribute, too.
@@ -195,7 +195,7 @@ def __getattr__(name: str) -> Any:
 def _find(entry: PrivateName) -> Any:
     try:
         return entry.find()
-    except Exception as error:  # an import may raise whatever it likes
+    except Exception as error:  # an import may raise any error
         if entry.without == _IN_CALL:
             raise MissingName(f"PyTorch {torch.__version__} has no {entry.path.replace(':', '.')}") from error
         if entry.without:
@@ -221,7 +221,7 @@ def switched_off() -> str | None:
         return "TORCHDYNAMO_DISABLE=1"
     if unsupported() is not None:
         return None
-    # Of the whole process: nothing is compiled, or PyTorch raises where we would compile. Not imported: nobody has set it.
+    # A process-wide stance: nothing is compiled, or PyTorch raises instead. If the module is not imported, nobody has set one.
     stance = getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "default")
     if stance != "default":
         return f'torch.compiler.set_stance("{stance}")'

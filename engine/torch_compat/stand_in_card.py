@@ -34,7 +34,7 @@ def _described(card: Any) -> dict[str, Any]:
 
 
 def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | None = None) -> None:
-    """Answer for these cards until the process ends. To be called before inductor is imported.
+    """Answer for these cards until the process ends. Call this before inductor is imported.
 
     Args:
         cards: the result of `describe`.
@@ -83,7 +83,7 @@ def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | No
     FakeTensorMode.avoid_device_init = property(lambda _mode: True)
     for owner, functions in answers.items():
         for name, function in functions.items():
-            setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each function: they must differ
+            setattr(owner, name, functools.partial(function))  # separate objects, as Dynamo has a rule for each function
     # All functions that make tensors end in these two. Folding looks at the values of constants, not at their devices.
     for name, empty in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
         _aten.impl(name, functools.partial(make or _constant, empty), "CUDA")
@@ -151,7 +151,7 @@ def _stand_in_for_compiler(of: Any) -> None:
         _note_registers(autotuner)
         autotuner._dynamic_scale_rblock()
         autotuner.inductor_meta["dynamic_scale_rblock"] = False
-        vars(autotuner).pop("_could_rblock_scale", None)  # from 2.13 on, the answer to whether it may
+        vars(autotuner).pop("_could_rblock_scale", None)  # from 2.13 on, the cached answer
 
     CachingAutotuner._precompile_worker = precompile_and_scale
 
