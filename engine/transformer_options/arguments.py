@@ -20,7 +20,7 @@ _GUARDED = torch.Tensor | nn.Module | Mapping | type | types.ModuleType
 
 
 def is_given_an_object(args: tuple, kwargs: dict) -> bool:
-    """Whether one of the arguments is a function that holds an object of a class which is no library's."""
+    """Whether an argument is a function that holds an object whose class is from no library (`is_library`)."""
     return any(_holds_object(value) for value in (*args, *kwargs.values()) if isinstance(value, _FUNCTION))
 
 

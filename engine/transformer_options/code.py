@@ -1,4 +1,4 @@
-"""Find the code that an `nn.Module` runs: its methods, and functions that these name, in Python modules or on `nn.Module`s."""
+"""Find the code that an `nn.Module` runs: methods, and functions in Python modules or on `nn.Module`s that methods name."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ DEPTH = 4
 
 
 class NamedFunctions:
-    """The functions that code names in Python modules, at one time; keeps none of them alive.
+    """A snapshot of the functions that code names in Python modules; keeps none of them alive.
 
     Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options. If a
     `SharedScope` has replaced a function, the replacement counts as that function.
@@ -33,7 +33,7 @@ class NamedFunctions:
         self._originals = self._last_seen = SameObjects(map(original, self._now()))
 
     def are_current(self) -> bool:
-        """Whether no function was exchanged since this object was made."""
+        """Whether no function was exchanged since the snapshot."""
         try:
             now = self._now()
         except KeyError:  # a name is gone
@@ -83,7 +83,7 @@ def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionT
 def _functions_in(
     function: types.FunctionType, seen: dict[types.CodeType, dict], attributes: Mapping[str, Mapping[int, object]]
 ) -> Iterator[types.FunctionType]:
-    """The functions that code of `function` which is not in `seen` names, in Python modules or `attributes`, or closes over."""
+    """The functions that `function` names in Python modules or `attributes`, or closes over; skips code that is in `seen`."""
     for code in codes_in(function.__code__):
         if code in seen:
             continue

@@ -1,12 +1,12 @@
-"""Remove from a block's `transformer_options` what changes on every call, and put patches where no graph reaches them.
+"""Remove from a block's `transformer_options` what changes on every call, and keep patches out of the block's graphs.
 
 The host hands every block one dict in which it also keeps its own state: the current sigma, uuids of the conditions, the index
 of the block. Dynamo guards on what the traced code reads, and on every entry if code loops over the dict, as the host's
 `BasicTransformerBlock` does: each block and step would need its own graph. Hiding the dict from the guards (as core and other
 packs do) makes patches that are added later silently ineffective. So:
 
-1. Patches and overrides are never traced. They are called outside of the graphs (`outside.py`), with the host's own
-   options, complete. Only the attention that this pack has chosen stays in the graph.
+1. Patches and overrides are never traced. They are called outside of the graphs (`outside.py`), with the host's own, complete
+   options. Only the attention that this pack has chosen stays in the graph.
 2. Blocks of the host get the entries whose keys the code inside the block names: the code reads no other entries.
 3. If code of another pack in a block may be given the dict, the block gets the whole dict: such code may read anything.
 """
@@ -32,12 +32,12 @@ BOOKKEEPING = frozenset(
         "activations_shape", "original_shape", "reference_image_num_tokens", "multigpu_thread_device", "easycache",
     }
 )  # fmt: skip
-# Keys that `write_back` does not copy: the block may have been given another value than the host's.
+# Keys that `write_back` does not copy: the filter may have given the block another value than the host's.
 _NOT_WRITTEN = BOOKKEEPING.union(PATCHES, {OVERRIDE, HOLDER})
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
 # The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
 UNET_ATTENTION = "comfy.ldm.modules.attention"
-# Names of arguments in which code is given the options.
+# Names of the arguments through which code gets the options.
 _BY_NAME = ("extra_options", "transformer_options")
 # The host, and libraries that it calls with tensors alone: their code reads options only by literal keys.
 _NO_PACKS = {"comfy", "comfy_extras"}.union(TRUSTED, sys.stdlib_module_names)
@@ -71,8 +71,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
-    """Whether code uses a variable, key or attribute with one of the options' names (`_BY_NAME`); `in_rest`: or its `*args` or
-    `**kwargs`, which may hold the options as well."""
+    """Whether code uses a variable, key or attribute with one of the options' names (`_BY_NAME`); `in_rest`: also whether it
+    uses `*args` or `**kwargs`, which may hold the options."""
     names = set(_BY_NAME)
     if in_rest and code.co_name != "__init__":
         rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -97,8 +97,8 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
 
 
 class OptionsFilter:
-    """Hand a block the `transformer_options` of a call without what its code does not read, and with its patches wrapped; all
-    of them if code of another pack may read them (`is_whole`)."""
+    """Give a block only the `transformer_options` that its code reads, with its patches wrapped; all of the options if code of
+    another pack may read them (`is_whole`)."""
 
     def __init__(self, block: nn.Module):
         codes = codes_of(block, block.modules())
@@ -146,8 +146,8 @@ class OptionsFilter:
 
 
 def _add_replacements(kept: dict, replacements: Mapping, options: Mapping, dropped: frozenset[str]) -> None:
-    """Put into the options of a block the replacements that it looks up, and the keys by which it does so. If nothing but that
-    lookup depends on a UNet block's place, all blocks get the same place, and share a graph."""
+    """Put into a block's options the replacements that the block looks up, and the keys of that lookup. If nothing else depends
+    on a UNet block's place, all blocks get the same place, and share a graph."""
     block, position = options.get("block"), {k: options[k] for k in POSITION if k in options}
     if isinstance(block, list | tuple) and len(block) == 2 and replacements.keys() <= {"attn1", "attn2"}:
         here = there = tuple(block), (*block, options.get("block_index", 0))
@@ -162,7 +162,7 @@ def _add_replacements(kept: dict, replacements: Mapping, options: Mapping, dropp
         kept |= {"patches_replace": replacements, **position}
 
 
-# The place that all blocks get.
+# The place that all blocks get which share a graph.
 _PLACE = ("block", 0)
 
 

@@ -57,7 +57,7 @@ class HostOptions:
         return wrapped
 
     def whole(self, given: dict) -> dict:
-        """What `given`, the options or the block's copy of them, would be without the filter."""
+        """The complete options for `given`, which is the dict that the block got or a copy that the block has made."""
         changed = {k: v for k, v in given.items() if k != HOLDER and self._handed.get(k, _ABSENT) is not v}
         if id(given) == self._id:
             self._host.update(changed)
@@ -87,7 +87,7 @@ class HostOptions:
 
 
 class Patch:
-    """Stands in for a patch in the options of a block, with the attributes of the patch."""
+    """Replaces a patch in the options of a block, with the attributes of the patch."""
 
     def __init__(self, patch: Callable, options: HostOptions):
         self._patch, self._options = patch, weakref.ref(options)
