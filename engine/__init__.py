@@ -6,10 +6,10 @@ A model call, from the node's wrapper to the kernel:
    `graphed` (host/graphs/replay.py) knows the call, it replays a CUDA graph, and no later step runs.
 2. `Binding.bound` (compile/binding.py) gives each block a `forward` of ours until the call ends.
 3. `_run_block`, the forward of step 2, asks `ModelCode.group_of` (compile/registry.py) for the block's group, which checks
-   whether the block has changed (blocks/state.py). It puts weights in place (host/weights/) and calls the group.
-4. `BlockGroup` (compile/group.py) calls what other packs have put around the forward of the block's class, and inside that
-   removes from `transformer_options` what the block does not read, wraps patches so that no graph reaches them
-   (transformer_options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
+   whether the block has changed (blocks/state.py). `_run_block` then puts weights in place (host/weights/) and calls the group.
+4. `BlockGroup` (compile/group.py) calls the functions that other packs have put around the forward of the block's class. Inside
+   these, the group removes from `transformer_options` what the block does not read, wraps patches so that they are called
+   outside of graphs (transformer_options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) decides
    whether the block runs eager.
 5. `BlockCode.call` (compile/compiled_code.py) calls `torch.compile` of a copy of the block's forward. If no graph fits, Dynamo
    traces one, in a `CompileSession` with settings of its own.

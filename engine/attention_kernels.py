@@ -25,23 +25,23 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# By name, the kernels that PyTorch tries, in this order. Never one kernel alone: that switches the others off for the whole
+# Name -> the kernels that PyTorch tries, in this order. Never one kernel alone: that would switch the others off for the whole
 # process, in which other threads lower graphs and call other models.
 PRIORITIES = {
     name: [first, *(kernel for kernel in KERNELS.values() if kernel is not first), SDPBackend.MATH]
     for name, first in KERNELS.items()
 }
-# The host's only function whose kernel may be replaced. With any other, the user has chosen a kernel (sage, xformers).
+# The host's only function whose kernel may be replaced. With any other function, the user has chosen a kernel (sage, xformers).
 HOST_FUNCTION = "attention_pytorch"
 # The largest batch that PyTorch's flash attention can launch (70,000: "CUDA error: invalid argument" on an H100). The host
 # splits larger ones (comfy/ldm/modules/attention.py, SDP_BATCH_LIMIT).
 _MOST_IN_BATCH = 2**15
-# The choice where a checkpoint asks the host for an attention of its own.
+# The choice if a checkpoint asks the host for a particular attention.
 CHECKPOINT = "checkpoint"
 # A kernel must take less than this share of flash attention's time: a smaller gain is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
-# For how many cycles the GPU sleeps: about 5 ms, longer than launching all calls takes. Doubled where that was too short.
+# For how many cycles the GPU sleeps: about 5 ms, longer than launching all calls takes. Doubled if that was too short.
 _CYCLES = 10_000_000
 _ATTEMPTS = 7
 # The costliest calls are measured, up to this share of the arithmetic of all calls.
@@ -133,8 +133,8 @@ class AttentionSurvey:
                 raise InvalidSetting("attention", self.wanted, why)
 
     def prepare(self) -> bool:
-        """Load kernels that calls like the recorded ones may use, on any thread, by calls with small tensors: a model may be
-        sampling meanwhile. Returns whether any were loaded."""
+        """Load kernels that calls like the recorded ones may use, by calls with small tensors, on any thread and while a model
+        may be sampling. Returns whether any were loaded."""
         some = False
         for queries, keys, _values, _mask, scale in _costliest(self.calls) if self._suits_cudnn() else ():
             shapes = [(1, spec.shape[1], min(spec.shape[2], _PREPARED_TOKENS), spec.shape[3]) for spec in (queries, keys, keys)]
@@ -176,7 +176,7 @@ class AttentionSurvey:
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
-    """The calls that make up most of the work. Others are not measured: cuDNN plans each far longer than it runs."""
+    """The calls that make up most of the work. Other calls are not measured, as cuDNN's plan takes far longer than the call."""
 
     def work(call: _Call) -> int:
         (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
@@ -223,8 +223,8 @@ def _measure(kernel: str, call: _Call) -> float:
 def _seconds_on_gpu(function: Callable[[], object]) -> float | None:
     """The seconds that one call takes on the GPU, the lesser of two rounds; None if the calls were never launched in time.
 
-    All calls are launched while the GPU sleeps. If it wakes too early, another thread has kept this one from launching, and the
-    time measured would be that of launching: small kernels would all look alike, and any could win.
+    All calls are launched while the GPU sleeps. If the GPU wakes too early, another thread has kept this one from launching,
+    and the result would be the time of launching: small kernels would all look alike, and any could win.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, rounds = _CYCLES, []

@@ -1,4 +1,4 @@
-"""Keep the work of several threads on one device apart, and tell when a device has done its work."""
+"""Lock a device among threads, tell whether a graph is captured, and tell when a device has done its work."""
 
 import collections
 import threading
@@ -20,7 +20,7 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 def others_in_use(device: torch.device) -> list[torch.device]:
     """The other GPUs on which this process has had tensors since it was started. The host makes a context on all GPUs of a
-    machine when it starts; to ask a GPU without a context for its memory may make one, which takes some hundred MiB."""
+    machine when it starts; asking a GPU without a context for its memory may make a context, which takes some hundred MiB."""
     index = torch.cuda.current_device() if device.index is None else device.index
     others = [i for i in range(torch.cuda.device_count()) if i != index]
     _used.update(i for i in others if i not in _used and _has_had_tensors(i))
@@ -43,7 +43,7 @@ def _has_had_tensors(index: int) -> bool:
 
 
 def seconds_when_done(device: torch.device) -> float:
-    """Wait until the work that this thread has given a device is done; returns the time then (`time.perf_counter`)."""
+    """Wait until a device has done the work of this thread; returns the time then (`time.perf_counter`)."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif hasattr(torch, device.type):
@@ -52,7 +52,7 @@ def seconds_when_done(device: torch.device) -> float:
 
 
 def moment_of(device: torch.device) -> "torch.cuda.Event | float":
-    """Note how far a device has come when it has done what this thread has given it; waits for nothing."""
+    """Record, without waiting, when a device has done the work of this thread: by an event, or the time now without CUDA."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -61,7 +61,7 @@ def moment_of(device: torch.device) -> "torch.cuda.Event | float":
 
 
 def seconds_between(begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
-    """Seconds between two results of `moment_of`; waits for both, as each may be on a stream of its own."""
+    """Seconds between two results of `moment_of`; waits for both, as they may be on different streams."""
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin
     begin.synchronize()

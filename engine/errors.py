@@ -1,6 +1,6 @@
-"""Raise errors that users read: each names the value and the cure."""
+"""Define the errors that users read: each names the value and the cure."""
 
-# Characters of a value that a message shows.
+# How many characters of a value a message shows.
 SHOWN = 200
 
 
@@ -30,9 +30,9 @@ class BlockCompileError(TorchCompileKitError):
 
 def shown(value: object) -> str:
     """Shorten a value for a message: an input of megabytes must not write megabytes of log."""
-    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to print the longest numbers
         return "a number of very many digits"
     if isinstance(value, str):
         return repr(value) if len(value) <= SHOWN else f"{value[:SHOWN]!r}... ({len(value):,} characters)"
-    text = " ".join(repr(value).split())  # tensors are written on many lines
+    text = " ".join(repr(value).split())  # a tensor's `repr` has many lines
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""Write files whole or not at all, also while another process reads what they replace."""
+"""Write files atomically, also while another process reads the file that is replaced."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 _T = TypeVar("_T")
-# Windows replaces no file that a process has open, and opens none that is being replaced; both are soon over.
+# Windows cannot replace a file that a process has open, nor open a file that is being replaced; both are soon over.
 READERS_BLOCK = os.name == "nt"
 TRIES, PAUSE_SECONDS = 20, 0.05
 UNFINISHED, LEFTOVER_SECONDS = re.compile(r"[0-9a-f]{32}\.tmp"), 3600
 
 
 def when_free(action: Callable[[], _T]) -> _T:
-    """The result of `action` on a file; on Windows, where other processes forbid it, it is tried again for a second."""
+    """The result of `action` on a file. On Windows, retried for a second while other processes forbid `action`."""
     for further_tries in reversed(range(TRIES)):
         try:
             return action()
@@ -47,7 +47,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a new file in the same folder, and rename it to `file`. A file of `tempfile` could be read by its owner only."""
+    """Write a new file in the same folder, and rename it to `file`. Only its owner could read a file of `tempfile`."""
     unfinished = file.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         unfinished.write_bytes(content)
@@ -58,7 +58,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
-    """Files whose names fit; none where the drive fails."""
+    """Files whose names match `pattern`; none if the drive fails."""
     try:
         return list(folder.glob(pattern))
     except OSError:

@@ -1,4 +1,4 @@
-"""Rewrite in-place sums of a block (`img += ...`) to write a new tensor, where gradients are wanted.
+"""Rewrite in-place sums of a block (`img += ...`) to return a new tensor, where gradients are wanted.
 
 Autograd refuses a backward through a tensor that was written to after a norm or a product had saved it, and AOTAutograd traces
 with autograd. In eager, gradient checkpointing hides the write from autograd's check: the host's Flux then trains with
@@ -18,7 +18,7 @@ _OPERATORS: dict[Any, Callable] = {
     getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "truediv")
 }
 _METHODS = {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
-# `__iadd__` and others: names with an `i` before that of another operator, which `__invert__` has not.
+# `__iadd__` and others: an `i` before the name of another operator; `__invert__` is none of these.
 _IN_PLACE_METHODS = {"__setitem__"} | {n for n in dir(operator) if n[:3] == "__i" and hasattr(operator, f"__{n[3:]}")}
 _IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_METHODS}
 
@@ -46,7 +46,7 @@ def out_of_place(graph: fx.Graph) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The operands that a node of a Dynamo graph may write to: by the operator's schema; without a schema all operands, if a
-    name, `out` or `inplace` shows that it works in place."""
+    name, `out` or `inplace` shows that the node works in place."""
     schemas = [overload._schema for overload in overloads(node.target)]
     if not schemas:
         return node.all_input_nodes if _works_in_place(node) else []
@@ -86,7 +86,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
-    """Whether no other node has a view of the tensor's memory, and the tensor is no view itself, unless it is an input."""
+    """Whether no other node has a view of the tensor's memory, and the tensor is an input or no view."""
     value = _value(target)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

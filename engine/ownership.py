@@ -1,11 +1,11 @@
-"""Tell whose code runs: the host's, or that of another pack.
+"""Tell whether code is the host's or another pack's.
 
-A CUDA graph repeats what code did once, so it must be known what the code depends on. For ComfyUI's own code it is known. For
-other code nobody can tell: a closure, an object or a wrapper may keep anything anywhere. So no module of this pack looks into
-other code: what lies in a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`). The only
-exception is a function whose bytecode shows that it passes its arguments on and at most notes them (`noted_for`).
+A CUDA graph repeats what code did once, so all that the code depends on must be known. For ComfyUI's own code that is known.
+Other code may keep state anywhere: in a closure, an object or a wrapper. So no module of this pack analyses other code: code in
+a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`). The only exception is a function
+whose bytecode shows that it passes its arguments on and at most stores them (`noted_for`).
 
-Foreign code, of which the first is named, may be in a call of a network at three places:
+A call of a network may run foreign code at three places; the first pack found is named:
 
 1. in what the prompt hands to the model: patches, overrides, wrappers, callbacks (`foreign_in_options`);
 2. on the stack, between ComfyUI's `KSAMPLER.sample` and the call: wrappers of any kind, samplers, guiders (`foreign_around`);
@@ -73,8 +73,8 @@ OF_PAGES = frozenset(
     {"weight_lowvram_function", "bias_lowvram_function", "_v", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
     | {"_prefetch"}
 )
-# The host's memory management, on which no kernel depends. It changes often: packs replace functions there at import, it counts
-# what it has pinned, and the host sets another callback there for each prompt (execution.py, `execute_async`).
+# The host's memory management, on which no kernel depends. These modules change often: packs replace functions there at import,
+# there are counters of pinned memory, and the host sets another callback for each prompt (execution.py, `execute_async`).
 _MEMORY = re.compile(r"comfy\.\w*(_management|_memory|_prefetch)")
 # Types whose `repr` tells the whole value, also the sign of a zero, which `==` ignores.
 PLAIN = frozenset(
@@ -111,10 +111,10 @@ _NOWHERE = "code without a module"
 
 
 class OwnForward(functools.partial):
-    """A forward that this pack puts on a module for training or replays; to `given_forward` it is not another node's.
+    """A forward that this pack puts on a module for training or replays; `given_forward` ignores these.
 
-    Its arguments may be weak references to modules: where a module is copied with its forward, they are to the copies. Other
-    arguments are shared.
+    Arguments may be weak references to modules: if a module is copied with its forward, the copy's refer to the copied modules.
+    Other arguments are shared.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
@@ -130,7 +130,7 @@ def pack_of_file(file: str) -> str | None:
     if path.startswith(_host_roots()):
         return None
     comfy, library = _comfy_folder(), os.path.dirname(_LIBRARY) + os.sep
-    # A folder of packs may lie in ComfyUI's, and ComfyUI's in a folder that is called so.
+    # custom_nodes may lie in ComfyUI's folder, and ComfyUI's folder in another one called custom_nodes.
     is_packs = f"custom_nodes{os.sep}" in path.removeprefix(comfy or "")
     is_installed = is_packs or any(f"{folder}{os.sep}" in path for folder in _INSTALLED)
     # ComfyUI's own folders: comfy, comfy_extras and so on. A venv there may be called comfy-env.
@@ -150,7 +150,7 @@ def _name_in(file: str) -> str:
 
 
 def _host_roots() -> tuple[str, ...]:
-    """How paths of code of this pack and of TRUSTED packages begin."""
+    """The prefixes of the paths of this pack's code and of TRUSTED packages."""
     modules = [module for name in TRUSTED if (module := sys.modules.get(name)) is not None]
     folders = [os.path.join(folder, "") for module in modules for folder in getattr(module, "__path__", ())]
     files = [file for module in modules if not hasattr(module, "__path__") and (file := getattr(module, "__file__", None))]
@@ -221,7 +221,7 @@ def foreign_in_options(options: Mapping, in_wrapper: bool = False) -> str | None
     """The first pack in what a prompt hands to the model (`transformer_options`, or a patcher's `model_options`).
 
     Patches, an attention override and wrappers around the network run inside the network, keep state there, and are told the
-    step. So they count even if they are the host's own, except TRUSTED_WRAPPERS in a call that comes from them (`in_wrapper`).
+    step. So even the host's own count as foreign, except TRUSTED_WRAPPERS in a call that one of these makes (`in_wrapper`).
     """
     inside = [
         *_leaves((options.get("patches"), options.get("patches_replace"), options.get("optimized_attention_override"))),
@@ -275,14 +275,14 @@ def _is_sampler(code: types.CodeType) -> bool:
 
 
 class Survey:
-    """One walk through what values consist of, hold and call; it ends at the first foreign value.
+    """Walk through what values consist of, hold and call, up to the first foreign value.
 
     Args:
         inside: look also into objects and classes, and at what code names; else only at what `roots` contain and close over.
 
     Attributes:
-        pack: what is foreign, or None.
-        values: what code of the host depends on beside its arguments and weights: plain values that objects, classes and Python
+        pack: the pack of the first foreign value, or None.
+        values: what the host's code depends on beside arguments and weights: plain values that objects, classes and Python
             modules hold, and addresses of tensors, in an order that is the same each time.
         tensors: attributes that hold tensors, or may get some: (a function that returns the owner, name).
     """
@@ -301,21 +301,21 @@ class Survey:
                 depth += 1
                 continue
             for value, names in self._look_at(waiting[depth].pop(), depth):
-                if (cls := type(value)) in PLAIN:  # most are
+                if (cls := type(value)) in PLAIN:  # most values are plain
                     self.values.append((cls, repr(value) if cls is float or cls is complex else value))
                     continue
-                self.values.append(None)  # noted when it is looked at; here its place among the plain ones
+                self.values.append(None)  # keeps the order of plain values; `_look_at` notes this one
                 if self._is_new(value, names):
                     waiting[names].append(value)
                     depth = min(depth, names)
 
     def _is_new(self, value: object, names: int) -> bool:
-        """Whether a value was not led to by so few names. `_seen` has the fewest, by `id`; others keep these values alive."""
+        """Whether so few names have not led to `value` before. `_seen`: `id` -> the fewest; other references keep ids valid."""
         return self._seen.get(id(value), DEPTH + 2) > names
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
         """Note a value; returns what it holds, each with the number of names in code that led to it."""
-        if not self._is_new(value, depth):  # any more
+        if not self._is_new(value, depth):  # looked at meanwhile
             return ()
         self._seen[id(value)], cls = depth, type(value)
         if isinstance(value, _CONTAINERS):
@@ -429,7 +429,7 @@ def _reference(owner: Any) -> Callable[[], Any]:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module belongs to Python or to a package of TRUSTED, so that what its objects hold is not looked at."""
+    """Whether a module belongs to Python or to a package of TRUSTED, so that `Survey` does not look into its objects."""
     top = module.partition(".")[0]
     return top in TRUSTED or top in sys.stdlib_module_names
 
@@ -490,11 +490,11 @@ _HANDING_ON = {
 
 
 def noted_for(function: Any) -> types.FunctionType | None:
-    """The function that `function`, another pack's, calls with its own arguments and whose result it returns, if it otherwise
-    only keeps arguments in classes of packs; else None.
+    """The function that another pack's `function` wraps, if `function` only passes on its arguments, returns the result, and
+    stores arguments in classes of packs; else None.
 
-    ComfyUI-layerdiffuse and Easy-Use put such functions around methods of the host as soon as they are installed. In a replay
-    they keep no arguments, but only code of packs would read these, and that code is foreign itself.
+    ComfyUI-layerdiffuse and Easy-Use put such functions around methods of the host as soon as they are installed. A replay
+    stores no arguments, but only code of packs would read these, and that code is foreign itself.
     """
     if not isinstance(function, types.FunctionType) or pack_of(function) is None:
         return None
@@ -564,7 +564,7 @@ TORCH_COMPILE = "torch.compile"
 
 
 def named_origin(function: Any) -> str:
-    """A function of another node, by its name and the pack or file that it is from; empty for None."""
+    """The name of another node's function, with its pack or file; empty for None."""
     if function is None:
         return ""
     if hasattr(function, "_torchdynamo_orig_callable"):  # another node compiles; PyTorch does not tell which
@@ -576,8 +576,8 @@ def named_origin(function: Any) -> str:
 
 @contextmanager
 def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
-    """A context in which these modules have these forwards. If somebody else meanwhile replaces one of them, the new one stays.
-    It may go on calling ours, which after the context must do what the class's forward does."""
+    """A context in which these modules have these forwards. If another node replaces a forward meanwhile, the replacement
+    stays, and may go on calling ours, which after the context must do what the class's forward does."""
     before = {module: module.__dict__.get(name) for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -613,7 +613,7 @@ def errors_marked() -> Iterator[None]:
 
 
 def depth_of_foreign() -> int:
-    """In how many contexts of `errors_marked` this thread is."""
+    """How many contexts of `errors_marked` this thread is in."""
     return getattr(_of_thread, "depth", 0)
 
 

@@ -23,13 +23,13 @@ class PerModel(Generic[T]):
         return value
 
     def items(self) -> list[tuple[nn.Module, T]]:
-        models = [ref() for ref in self._values.keyrefs()]  # at once: other threads add to them meanwhile
+        models = [ref() for ref in self._values.keyrefs()]  # a list first: other threads add models meanwhile
         pairs = [(model, self._values.get(model)) for model in models if model is not None]
         return [(model, value) for model, value in pairs if value is not None]
 
 
 class SameObjects:
-    """A list of objects by identity; keeps only those alive that do not support weak references."""
+    """A list of objects by identity; keeps only objects alive that do not support weak references."""
 
     def __init__(self, objects: Iterable[object]):
         objects = list(objects)

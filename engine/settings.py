@@ -78,7 +78,7 @@ class CompileSettings:
 
     @property
     def waits(self) -> bool:
-        """Whether a call waits for code that is not ready. With max-autotune it must: tuning kernels draws random numbers."""
+        """Whether a call waits for code that is not ready; always with max-autotune, as tuning kernels draws random numbers."""
         return self.compile_when == "before first image" or self.mode.startswith("max-autotune")
 
     @property

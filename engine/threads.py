@@ -1,4 +1,4 @@
-"""Start threads, which the system may refuse, or a process that ends; have threads yield the GIL to the sampler; and keep the
+"""Start threads, which the system or an ending process may refuse; have threads yield the GIL to the sampler; and keep the
 frames of a call in one piece of memory."""
 
 import sys
@@ -45,7 +45,7 @@ def in_one_piece(call: Callable, /, *args: Any, **kwargs: Any) -> Any:
     Since 3.11 Python keeps frames in pieces of 16 KiB, and gives a piece back to the system when the first frame in it returns
     (CPython, Python/pystate.c, `push_chunk` and `_PyThreadState_PopFrame`). Where a piece ends just below a loop, each function
     that the loop calls costs two system calls and a page, 7 us instead of 0.02 on a virtual machine. A frame that is larger
-    than a piece gets one of its own, of the next power of two, and what it calls gets the rest.
+    than a piece gets a separate piece, of the next power of two, and the functions that it calls get the rest.
     """
     return call(*args, **kwargs)
 

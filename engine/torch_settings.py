@@ -1,6 +1,6 @@
 """Set PyTorch's settings, and replace its functions, only while they are needed.
 
-Threads may overlap (several GPUs, compiling in the background), so the first one in saves the values and the last one out
+Threads may overlap (several GPUs, compiling in the background), so the first thread in saves the values and the last one out
 restores them: for the process, or, where PyTorch keeps its settings for each thread (torch/utils/_config_module.py, from 2.12
 on), for that thread.
 """
@@ -32,7 +32,7 @@ def original(function: Any) -> Any:
 
 
 class _OfThread(threading.local):
-    """How often this thread is among the users of a scope."""
+    """How often this thread is inside a scope."""
 
     users = 0
 
@@ -40,8 +40,8 @@ class _OfThread(threading.local):
 class SharedScope:
     """A set of switches that overlapping users share.
 
-    If somebody else replaces a function of this pack meanwhile, the new one stays. It may go on calling this pack's function,
-    which outside of the scope must do what the original does.
+    If another pack replaces a function of this pack meanwhile, the replacement stays, and may go on calling this pack's
+    function, which outside of the scope must do what the original does.
 
     Args:
         switches: name -> (read, write); a name without an entry is ignored.
@@ -52,7 +52,7 @@ class SharedScope:
         self._switches = switches
         self._of_thread = of_thread
         self._saved: dict[int, dict[str, object]] = {}
-        self._functions: dict[str, object] = {}  # those of this pack, by name
+        self._functions: dict[str, object] = {}  # replacements by this pack, by name
         self._users: dict[int, int] = {}
         self._own = _OfThread()
 
@@ -78,8 +78,8 @@ class SharedScope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context with the values from before, unless other threads use the scope; `exit` restores what code sets inside. Who
-        enters the scope inside is its first user, and the last one out."""
+        """A context with the values from before the scope, unless other threads use the scope. Values that are set inside are
+        those that `exit` restores later. A user that enters the scope inside counts as its first and last user."""
         with _lock:
             scope, users = self._scope(), self._own.users
             is_only_user = bool(users) and self._users.get(scope) == users
@@ -118,7 +118,7 @@ class SharedScope:
             self._own.users += 1
             try:
                 for name, value in values.items():
-                    if name in self._functions:  # an overlapping user's
+                    if name in self._functions:  # replaced by an overlapping user
                         continue
                     before = self._saved[scope].setdefault(name, self._read(name))
                     if callable(before):
@@ -137,14 +137,14 @@ class SharedScope:
             self._own.users -= 1
             if not self._users[scope]:
                 del self._users[scope]
-                for name, value in reversed(self._saved.pop(scope).items()):  # a later one may depend on an earlier one
+                for name, value in reversed(self._saved.pop(scope).items()):  # later values may depend on earlier ones
                     if not callable(value) or self._switches[name][0]() is self._functions.pop(name, None):
                         self._switches[name][1](value)
 
 
 @functools.cache
 def _config_is_of_thread() -> bool:
-    """Whether PyTorch keeps its settings for each thread: other threads do not see what one thread sets."""
+    """Whether PyTorch's settings are per thread: other threads do not see what one thread sets."""
     config, seen = private.dynamo_config, []
     with config.patch(recompile_limit=config.recompile_limit + 1):
         asking = threading.Thread(target=lambda: seen.append(config.recompile_limit))
@@ -229,7 +229,7 @@ def libdevice() -> dict[str, str]:
 
     With `emulate_precision_casts`, which we set, PyTorch from 2.13 on sets the CUDA toolkit's library for the process, if there
     is one, when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). PyTorch uses a graph on disk only with
-    the library that the graph was made with (codecache.py, `extern_libs_key`): after a restart, the first was compiled again.
+    the library that it was made with (codecache.py, `extern_libs_key`): after a restart, the first graph was compiled again.
     """
     file = _tritons_libdevice() if private.extern_libs_key is not None else None
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
@@ -248,7 +248,7 @@ def numerics() -> tuple:
 
 
 def modes() -> tuple:
-    """Modes of PyTorch in which a model is called; each needs code of its own, and tensors of its own."""
+    """Modes of PyTorch in which a model is called; each needs separate code and separate tensors."""
     autocast = ((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
 
@@ -260,7 +260,7 @@ def _precision(owner: Any, *operations: Any) -> tuple:
     """(read, write) of the precision of fp32 products: PyTorch's `allow_tf32` and each operation's newer `fp32_precision`.
 
     PyTorch raises an error where somebody reads the older setting after only the newer was changed. So both are written, the
-    older where it can be read. "none" means the precision set for all operations; it is written where that is the wanted one.
+    older where it can be read. "none" means the precision for all operations, and is written if that is the wanted precision.
     """
 
     def older() -> bool | None:
