@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The developer's commands: `python dev.py demo`, `python dev.py test`. They set up all they need; see --help."""
+"""Run a developer's command: `python dev.py demo`, `python dev.py test`. Sets up what the command needs; see --help."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
-# Old formatting on purpose: an old Python must get as far as the message.
+# No f-string: an old Python must be able to parse this file and print the message.
 if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit(
         "dev.py needs Python 3.10 or newer, as ComfyUI does; this is Python %s (%s). Run it with a newer one, "  # noqa: UP031
@@ -16,7 +16,7 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 
 def load_devtools():
-    """Import devtools/ by its path: with this folder on sys.path, `import nodes` would find ours, not ComfyUI's."""
+    """Import devtools/ by its path: with this folder on sys.path, `import nodes` would import nodes/ of this pack."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.getcwd()) != ROOT]
     folder = os.path.join(ROOT, "devtools")
     spec = importlib.util.spec_from_file_location(

@@ -1,9 +1,9 @@
-"""Compile what a workflow needs, for a graphics card that this machine need not have.
+"""Compile the graphs that a workflow needs, for a GPU that this machine need not have.
 
     python custom_nodes/torch-compile-kit/prebuild.py WORKFLOW.json --gpu rtx4090 --out FILE.tckcache
 
-The code goes into the store of this ComfyUI, and with --out into a file for Load Compile Cache. docs/fleet.md says what must
-match. What follows `--` are arguments of ComfyUI's main.py, as on the server.
+Compiled code goes into the pack's store in this ComfyUI's user folder, and with --out into a file for Load Compile Cache.
+docs/fleet.md says which versions must match. Arguments after `--` go to ComfyUI's main.py: pass those of the server.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import sys
 import types
 from pathlib import Path
 
-HERE = Path(__file__).absolute().parent  # not resolved: it may be linked into custom_nodes
+HERE = Path(__file__).absolute().parent  # not resolved: may be a symlink in custom_nodes
 PACKAGE = "torch_compile_kit"
-# Code does not depend on where weights lie, and ComfyUI's dynamic VRAM needs a card, which is not here.
+# Compiled code does not depend on where weights lie, and ComfyUI's dynamic VRAM needs a GPU, which this process hides.
 OWN_ARGUMENTS = ["--disable-auto-launch", "--disable-dynamic-vram", "--database-url", "sqlite:///:memory:"]
 QUIET = ["--verbose", "WARNING"]
 
@@ -92,11 +92,11 @@ def describe(file: Path) -> None:
 def main() -> int:
     cards = known_cards()
     options = parse(sys.argv[1:], cards)
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE.resolve()]  # ComfyUI has nodes, too
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE.resolve()]  # `nodes` is ComfyUI's
     if options.describe_gpu is not None:
         describe(options.describe_gpu)
         return 0
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # hidden, as the code is not for the card that is here
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # hides a GPU of this machine: the code is for another
     workflow, card = read("workflow", options.workflow), card_of(options, cards)
     mode = engine("torch_compat.fake_card").begin(card)
     sys.path.insert(0, str(options.comfyui.resolve()))

@@ -1,4 +1,4 @@
-"""Answer what the page and scripts ask about the cache on disk and its files."""
+"""Register the routes through which the page and scripts report, clear, limit, save and load the compile cache."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ CACHE = "/torch-compile-kit/cache"
 
 
 def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
-    """Register a route that changes something: JSON to JSON, which no page of another site can send without a preflight."""
+    """Register a POST route. Requires JSON, which a page of another site cannot send without a preflight."""
     from aiohttp import web
 
     @routes.post(path)
@@ -36,14 +36,14 @@ def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
 
 
 def language_for(page: object) -> object:
-    """The language of a page, or what somebody has set: ComfyUI's setting is there only where a language was chosen."""
+    """The page's language, else the one in ComfyUI's settings, which hold a language only once a user has chosen one."""
     return page or users_settings().get("Comfy.Locale")
 
 
 def register_cache_routes(routes) -> None:
     """Register GET of CACHE (folder, bytes, limit, entries, files) and POST of CACHE/clear (answers with the bytes removed),
-    CACHE/limit ({"gib": 4}, or null for the default; the environment variable overrides it), CACHE/save
-    ({"filename": "mine"}) and CACHE/load ({"file": "mine.tckcache"}), which answer with a sentence."""
+    CACHE/limit ({"gib": 4}, or null for the default; an environment variable overrides this limit), CACHE/save
+    ({"filename": "mine"}) and CACHE/load ({"file": "mine.tckcache"}). Save and load answer with a sentence."""
     from aiohttp import web
 
     @routes.get(CACHE)

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..engine.host.nodes.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS, Size
 
-# Of a node with a line, which goes by the node's id: ComfyUI must not reuse the output of a node of another id.
+# For nodes with a status line, which is kept by node id: ComfyUI must not reuse the cached output of an equal node.
 WITH_LINE: dict[str, Any] = {"hidden": [io.Hidden.unique_id], "not_idempotent": True}
 
 

@@ -17,7 +17,7 @@ class LoadCache(io.ComfyNode):
             "happens as usual. Such files hold code that runs on your machine: use only your own and those of people you "
             "trust.",
             search_aliases=["import compile cache", "torch.compile", "mega cache"],
-            is_output_node=True,  # or ComfyUI sends no report to a reloaded page when all nodes after it are cached
+            is_output_node=True,  # else a reloaded page gets no report when all later nodes are cached
             inputs=[
                 io.Model.Input("model", tooltip="Any model; it passes through."),
                 io.Combo.Input(
@@ -36,7 +36,7 @@ class LoadCache(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file) -> bool:
-        return True  # a file that is not here must not stop the sampling; `execute` reports it
+        return True  # a missing file must not stop sampling; `execute` reports it
 
     @classmethod
     def fingerprint_inputs(cls, file, **_inputs) -> str:

@@ -1,4 +1,4 @@
-"""Answer what the page and scripts ask the server, and tell pages what was compiled."""
+"""Register the pack's HTTP routes, and send pages events on compiled blocks, status lines and progress."""
 
 import asyncio
 import functools
@@ -27,25 +27,25 @@ STATUS = "torch-compile-kit.status"
 PROGRESS = "torch-compile-kit.progress"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
-IDLE = 2.0  # seconds from when the server answers: a page, or a script, may send a prompt at once
-# Of each page, by its client id; the newest pages.
+IDLE = 2.0  # seconds after the server's start, in which a page or script may already queue a prompt
+# Client id -> language of its page, for the MOST_PAGES newest pages.
 _languages: dict[str, str] = {}
 MOST_PAGES = 100
 LANGUAGE = "torch_compile_kit_language"  # in the extra data of a prompt
 
 
 def register_routes() -> None:
-    """Register the routes, send events to pages, and get ready to compile before a prompt waits for it.
+    """Register the routes, send events to pages, and get ready to compile before a prompt needs compiled code.
 
-    GET /torch-compile-kit/report (in ?language=), GET /torch-compile-kit/status (the lines by node, of all clients or those of
-    ?client_id= and ?workflow=; what that client queues from then on reports in ?language=), GET /torch-compile-kit/machine
+    GET /torch-compile-kit/report (in ?language=), GET /torch-compile-kit/status (status lines by node, of all clients or those
+    of ?client_id= and ?workflow=; prompts that this client queues later report in ?language=), GET /torch-compile-kit/machine
     (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the sampler waits for the code that is being
-    compiled), POST /torch-compile-kit/begin ({"model": what a line has as `begins`}: compile that model now), and the routes of
+    compiled), POST /torch-compile-kit/begin ({"model": `begins` of a status line}: compile that model now), and the routes of
     `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
     """
-    module = sys.modules.get("server")  # importing it would start what only a server needs
+    module = sys.modules.get("server")  # not imported: that would start what only a server needs
     server = getattr(getattr(module, "PromptServer", None), "instance", None)
     if server is None:
         return
@@ -89,7 +89,7 @@ def register_routes() -> None:
 
     def send(event: str, owner: status.Owner, **detail: object) -> None:
         client, workflow = owner
-        if client is not None:  # else it would go to everybody
+        if client is not None:  # else `send_sync` would send to every page
             server.send_sync(event, {**detail, "workflow": workflow}, client)
 
     def tell_page(model: str, sentence: str, size: str | None, node: str | None) -> None:
@@ -116,7 +116,7 @@ def register_routes() -> None:
     server.add_on_prompt_handler(prepare_for)
 
     def when_idle() -> None:
-        if not server.prompt_queue.get_tasks_remaining():  # beside a model that loads both would take twice as long
+        if not server.prompt_queue.get_tasks_remaining():  # in parallel with a model's loading, both take twice as long
             server.loop.run_in_executor(None, get_ready_again)
 
     async def when_started(_app: web.Application) -> None:  # all packs are loaded
@@ -126,19 +126,19 @@ def register_routes() -> None:
 
 
 def _text_in(data: object, *names: str) -> str | None:
-    """The text at a path of keys in what a client sent, which may be anything."""
+    """The string at the path `names` in JSON of a client, else None: the JSON may have any shape."""
     for name in names:
         data = data.get(name) if isinstance(data, dict) else None
     return data if isinstance(data, str) else None
 
 
 def warmups_of(prompt: dict, node: str | None) -> list[str]:
-    """The ids of the warmups of a prompt whose model comes through `node`."""
+    """The ids of the prompt's Warmup nodes that have `node` upstream of their model input."""
     return [found for found, given in prompt.items() if given["class_type"] == WARMS and node in _before(prompt, found)]
 
 
 def _before(prompt: dict, warmup: str) -> set[str]:
-    """The ids of the nodes through which a warmup's model comes, and of what these are given."""
+    """The ids of all nodes upstream of a Warmup's model input."""
     seen: set[str] = set()
     links = [prompt[warmup]["inputs"].get("model")]
     while links:
@@ -168,7 +168,7 @@ def prepare_for(request: dict) -> dict:
     warms = any(node.get("class_type") == WARMS for node in nodes)
     for node in nodes:
         if node.get("class_type") == COMPILES and isinstance(node.get("inputs"), dict):
-            # Not here: this is the server's event loop, and the user's folder may be on a slow drive.
+            # In a thread: this handler runs on the server's event loop, and the user's folder may be on a slow drive.
             get = functools.partial(_get_ready, node["inputs"], warms)
             started(threading.Thread(target=get, name="torch-compile-kit start", daemon=True))
     return request
@@ -179,5 +179,5 @@ def _get_ready(inputs: dict, warms: bool) -> None:
         # A linked input has no value yet.
         typed = {name: inputs[name] for name in ("backend", "mode", "compile_when") if isinstance(inputs.get(name), str)}
         get_ready(CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})}))
-    except Exception as error:  # ComfyUI refuses invalid prompts, and the first compilation gets ready anyway
+    except Exception as error:  # ComfyUI refuses invalid prompts; the first compilation gets ready, too
         logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)

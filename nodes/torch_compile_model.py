@@ -116,7 +116,7 @@ class TorchCompile(io.ComfyNode):
             **WITH_LINE,
         )
 
-    # No `validate_inputs`: ComfyUI shows its error on each input that it names, also on valid and hidden ones.
+    # No `validate_inputs`: ComfyUI shows its error on every input in its signature, also on valid and hidden inputs.
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:
         check_model(model)
