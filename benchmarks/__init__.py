@@ -1,1 +1,1 @@
-"""What measures. Results go to benchmarks/results/, and the README's tables are made from those."""
+"""Benchmarks; tables.py makes the tables of README and docs from their results in benchmarks/results/."""

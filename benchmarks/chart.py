@@ -6,9 +6,9 @@ from xml.sax.saxutils import escape
 WIDTH = 860
 LEFT, RIGHT, TOP, BOTTOM = 210, 60, 92, 34
 BAR, GAP = 15, 15
-# What the bars of a group are, in their order, with the name of their colour below.
+# The bars of a group from top to bottom: label -> CSS class in STYLE.
 SERIES = {"KJNodes": "kjnodes", "Torch Compile Kit": "ours"}
-# Longer bars are cut at this ratio, with their number after them: a bar of 2.5 would make all others short.
+# Bars of a larger ratio are cut, with the number after the bar: a bar of 2.5 would make all others short.
 LIMIT = 1.8
 DIED = "no image, ends with an error"
 STYLE = """
@@ -28,11 +28,11 @@ STYLE = """
 
 
 def draw(groups: list[tuple[str, str, list[float | None]]]) -> str:
-    """The chart.
+    """The chart as the text of an SVG.
 
     Args:
-        groups: of each model its name, what it runs at, and its ratio in each series: None where there is none, infinite
-            where it died.
+        groups: (name, detail, ratios) of each model, with a ratio for each of SERIES: None if not measured, infinite if the
+            prompt ended with an error.
     """
     highest = min(max([1.0, *(ratio for *_, ratios in groups for ratio in ratios if ratio and ratio < math.inf)]), LIMIT) * 1.06
 

@@ -1,8 +1,8 @@
-"""Write the files that ComfyUI's loaders read: random weights of real size, in the formats that people run.
+"""Write model files for ComfyUI's loaders: random weights of real size, in the formats that people run.
 
     python -m benchmarks.checkpoints --host COMFYUI --model flux --folder BASE/models [--formats default int8]
 
-Tensors are made on the GPU where there is one, and written one by one, as memory that a virtual machine has never used is slow.
+Tensors are made on the GPU if there is one, and written one by one: on a virtual machine the first use of memory is slow.
 """
 
 import argparse
@@ -20,24 +20,24 @@ from devtools import inprocess
 
 from . import models
 
-# format -> the end of the file's name
+# format -> suffix of the file's name
 FORMATS = {
     "default": ".safetensors",
     "int8": "_int8.safetensors",
     "scaled": "_scaled.safetensors",
     "gguf": "_q4_k.gguf",
 }
-# Layers of the blocks, by their names in Flux, Flux 2 and Z-Image.
+# Layers that are quantised, by their names in the blocks of Flux, Flux 2 and Z-Image.
 QUANTISED = re.compile(r"(double_blocks|single_blocks|layers)\..*(qkv|proj|mlp\.[02]|linear[12]|out|w[123])\.weight$")
 CONVROT = {"convrot": True, "convrot_groupsize": 256}
-# Of a file of safetensors: bytes of its header, more than any needs; its names of types.
+# safetensors: bytes for the header, more than any model needs, and the format's names of dtypes.
 HEADER = 2**20
 CODES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
     torch.uint8: "U8",
 }  # fmt: skip
 STD = 0.02  # of random weights, as in `models.random_weight`
-# Layers that K_M files keep in more bits, in some of the blocks.
+# Layers that Q4_K_M files store with more bits (Q6_K) in some blocks.
 FINER = ("attn.proj.weight", "linear2.weight")
 
 
@@ -60,7 +60,7 @@ def _scaled(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _marker(key: str, about: dict) -> dict[str, torch.Tensor]:
-    """What a checkpoint says of a quantised layer."""
+    """The tensor `comfy_quant` with which a checkpoint describes a quantised layer: JSON as bytes."""
     said = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
     return {key.removesuffix("weight") + "comfy_quant": said}
 
@@ -69,9 +69,9 @@ LAYERS = {"int8": _int8, "scaled": _scaled}
 
 
 def write(name: str, folder: Path, formats=("default",)) -> None:
-    """A model's files in a folder for each kind; those that are there stay."""
+    """Write a model's weights, VAE and LoRA into the subfolders of ComfyUI's models/; existing files stay."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if models.MODELS[name].family is None:  # the host's loader knows it
+    if models.MODELS[name].family is None:  # ComfyUI's loader knows this model
         for weights in formats:
             _write_model(name, weights, folder / "diffusion_models" / f"{name}{FORMATS[weights]}", device)
     if not (file := folder / "vae" / f"{name}.safetensors").exists():
@@ -80,7 +80,7 @@ def write(name: str, folder: Path, formats=("default",)) -> None:
         network = models.MODELS[name].host_config().get_model({}, "", torch.device("meta")).diffusion_model
         _save(file, models.lora_weights(network, 1))
     if hasattr(os, "sync"):
-        os.sync()  # nothing is left to be written while the first prompt reads
+        os.sync()  # else the disk still writes while the first prompt reads
 
 
 def _write_model(name: str, weights: str, file: Path, device: torch.device) -> None:
@@ -95,13 +95,13 @@ def _write_model(name: str, weights: str, file: Path, device: torch.device) -> N
 
 
 def _tensors(name: str, layer, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's weights; `layer` makes the tensors of a quantised layer; None: no layer is quantised."""
+    """Yield (key, tensor) of a model; `layer` turns one layer into its quantised tensors, None quantises nothing."""
     for key, tensor in models.weights(name, device):
         yield from (layer(key, tensor) if layer and QUANTISED.search(key) else {key: tensor}).items()
 
 
 def _write_one_by_one(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """A file as `safetensors.torch.save_file` writes it, which takes all tensors, and twice their RAM."""
+    """Write a safetensors file tensor by tensor; `safetensors.torch.save_file` takes all tensors, and twice their RAM."""
     header, end, last = {}, 0, []
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(unfinished := file.with_suffix(".part"), "wb") as out:
@@ -114,7 +114,7 @@ def _write_one_by_one(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -
             end += out.write(data)
 
         for key, tensor in tensors:
-            if tensor.dtype is torch.uint8:  # texts of any length, after which others would not be aligned
+            if tensor.dtype is torch.uint8:  # JSON of any length: tensors after it would not be aligned
                 last.append((key, tensor))
             else:
                 write(key, tensor)
@@ -134,14 +134,14 @@ def _save(file: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def _packed(shape, kind, generator):
-    """Random bytes that unpack to numbers of about `STD`, since the scales among the bytes are set."""
+    """Random blocks of a GGUF type, with their scales set so that they unpack to numbers of about `STD`."""
     import gguf
     import numpy as np
 
     of_block, of_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = int(np.prod(shape)) // of_block
     raw = generator.integers(0, 256, (blocks, of_bytes), dtype=np.uint8)
-    # By offset in a block: the scale of the values, and that of the minima.
+    # Offset in a block -> fp16 scale: first the scale of the values, then (Q4_K) the scale of the minima.
     scales = {"Q4_K": {0: STD / 31 / 8, 2: STD / 31}, "Q6_K": {208: STD / 32 / 40}}
     for at, value in scales[kind.name].items():
         raw[:, at : at + 2] = np.full((blocks, 1), value, np.float16).view(np.uint8)
@@ -149,7 +149,7 @@ def _packed(shape, kind, generator):
 
 
 def _write_gguf(name: str, file: Path) -> None:
-    """A file as those called Q4_K_M: matrices of the blocks are packed, some layers in Q6_K."""
+    """Write a file like those named Q4_K_M: matrices of the blocks in Q4_K, some in Q6_K."""
     import gguf
     import numpy as np
 

@@ -48,7 +48,7 @@ MODELS = {
     },
 }  # fmt: skip
 IN_PARTS, AGAIN, NO = "in parts", "yes, but more often", "no"
-# Set-ups that do not keep the promise: what a user gets, and why.
+# Set-ups for which `keeps_promise` is False: whether a user's model compiles, and why not whole.
 EXCEPTIONS = {
     "hunyuan3d_v21": (IN_PARTS, "its experts are counted by value: a few graphs more at each run of another shape"),
     "z_image_omni": (IN_PARTS, "it sorts slices of tokens, so each block is compiled in pieces"),
@@ -58,7 +58,7 @@ EXCEPTIONS = {
     "seedvr2": (NO, "sizes are taken from tensors; runs as without the node"),
     "wan_animate2": (NO, "its blocks are not called by `forward`; runs as without the node, and the node says so"),
 }
-# The first of ComfyUI 0.26, 0.30 and 0.33 that has the model, unless all have.
+# The first of the tested ComfyUI 0.26, 0.30 and 0.33 that has the model; models not listed are in all three.
 SINCE = {
     **dict.fromkeys(("joyimage", "mageflow", "minimax_h3", "seedvr2"), "0.30"),
     **dict.fromkeys(("ltxav_25", "minimax_music3", "trellis2_structure", "trellis2_shape", "wan_animate2"), "0.33"),
@@ -150,7 +150,7 @@ def _counted(classes: dict[str, int]) -> str:
 
 
 def matrix_table() -> str:
-    """A line for each ComfyUI and PyTorch that tests ran on, newest first, from what `dev.py matrix` kept."""
+    """One line for each run of tests that `dev.py matrix` recorded: a ComfyUI, a PyTorch and a part, newest first."""
     lines = []
     for run in json.loads((RESULTS / "compatibility-matrix.json").read_text())["runs"]:
         skipped = [f"{count}: {reason}" for reason, count in run["skipped"].items()]

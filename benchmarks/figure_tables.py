@@ -1,22 +1,22 @@
-"""Make the tables of docs/measurements.md, and of docs/figures.md the one of parts, from results files."""
+"""Make the tables of soak.py, parts.py and prebuilt.py for docs/ from results files."""
 
 from .results import NAMES, PRECISIONS, cell, lines_of, newest, ratio, rows
 
-# Of each part of parts.py: its name, and what is timed, in a table.
+# Part of parts.py -> its name in tables, and what `step` times.
 PARTS = {"vae": ("VAE", "a decode"), "controlnet": ("ControlNet", "a step"), "training": ("Train LoRA", "a step")}
-# The node of each part, and where it gains nothing.
+# Part -> its node, and where the node does nothing.
 OF_PARTS = {
     "vae": ("VAE Channels Last", "Qwen-Image, LTX and HunyuanVideo are left as they are"),
     "controlnet": ("Torch Compile ControlNet", "T2I adapters and Control LoRA are left as they are"),
     "training": ("Torch Compile", "offloaded weights train uncompiled"),
 }
-# The variant with all that this pack has for a part.
+# Part -> the variant with all nodes of this pack for that part.
 OURS = {"vae": "ours", "controlnet": "both", "training": "ours"}
 NOT_MEASURED = "Not measured with this version."
 
 
 def prebuilt_table() -> str:
-    """A line a model: a server that compiles for the first prompt beside one that got prebuild.py's file."""
+    """One line per model: a server that compiles before the first image, beside a server with prebuild.py's cache file."""
     servers, sources = rows("prebuilt", "prebuilt")
     pairs: dict[tuple, dict[str, dict]] = {}
     for row in servers:
@@ -41,7 +41,7 @@ def prebuilt_table() -> str:
 
 
 def soak_table() -> str:
-    """Many prompts in one server, states in turn: every latent against eager's, and what the server keeps."""
+    """One line per server of soak.py: errors of latents against eager's, and the memory that the server holds."""
     parts, sources = rows("soak", "soak")
     lines = []
     for row in parts:
@@ -59,7 +59,7 @@ def soak_table() -> str:
 
 
 def _parts() -> tuple[dict[str, dict[str, dict]], list[str]]:
-    """The rows of each set-up of parts.py by variant, of the newest run with eager; and where they come from."""
+    """{set-up of parts.py: {variant: row}}, each from the newest run that has eager; and the source lines."""
     measured, sources = rows("parts", "part")
     by_set_up = {}
     for setup in dict.fromkeys(row["setup"] for row in measured):
@@ -71,7 +71,7 @@ def _parts() -> tuple[dict[str, dict[str, dict]], list[str]]:
 
 
 def parts_table() -> str:
-    """A line a part and model: seconds of a step of each variant and the share of eager's; more of each, in the same order."""
+    """One line per part and model: each variant's seconds of a step and ratio to eager's; further figures in the same order."""
     by_set_up, sources = _parts()
     lines = []
     for of in by_set_up.values():
@@ -92,7 +92,7 @@ def parts_table() -> str:
 
 
 def short_parts_table() -> str:
-    """Of docs/figures.md: a line a part, ours as a share of eager's time."""
+    """For docs/figures.md: one line per part with our step's share of eager's time."""
     by_set_up, _ = _parts()
     lines = []
     for part, (node, does_not) in OF_PARTS.items():

@@ -1,6 +1,6 @@
-"""Make models of real size with random weights, and what they are sampled with; checkpoints.py writes them to files.
+"""Make models of real size with random weights, their conditioning and latents; checkpoints.py writes the files.
 
-The sessions' server loads this file by itself (session_nodes.py), so nothing of the package is imported at the top.
+session_nodes.py loads this file by its path, outside the package, so nothing of the package is imported at the top.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 LORA_RANK = 16
-# Double blocks of Flux' ControlNet, as InstantX' and Shakker's have; that of a UNet is as large as its first half.
+# Double blocks of Flux' ControlNet, as many as InstantX' and Shakker's; a UNet's ControlNet is as large as its first half.
 CONTROL_DEPTH = 5
-# The host's autoencoders: of images, and of Wan's videos.
+# Configurations of ComfyUI's autoencoders, for images and for Wan's videos.
 VAE = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
     "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -33,8 +33,8 @@ class Model:
         size: width, height, frames.
         cfg: 1.0 runs the model once a step.
         text: shape of one prompt's conditioning.
-        extra: other conditioning, a shape for tensors.
-        family: the host's class of the model, where the host does not know this config.
+        extra: other conditioning; a tuple is the shape of a tensor.
+        family: the model's class in comfy.supported_models, for a config that ComfyUI's detection does not know.
     """
 
     config: dict
@@ -48,7 +48,7 @@ class Model:
     family: str | None = None
 
     def host_config(self):
-        """The host's own configuration, from which it makes the model."""
+        """ComfyUI's configuration object, whose `get_model` makes the model."""
         import comfy.model_detection
         import comfy.supported_models
 
@@ -120,7 +120,7 @@ MODELS = {
         torch.float16, (512, 512, 1), 5.0, (1, 77, 768), channels=4,
     ),
 }  # fmt: skip
-# Of real widths with a few blocks: a session takes a minute. The UNet is Segmind Vega's, which the host's loader knows.
+# Real widths with few blocks, so a session takes a minute. The UNet is Segmind Vega's, which ComfyUI's loader knows.
 MODELS["flux_wide"] = replace(MODELS["flux"], config=dict(MODELS["flux"].config, depth=4, depth_single_blocks=8))
 MODELS["sdxl_wide"] = replace(
     MODELS["sdxl"],
@@ -154,7 +154,7 @@ MODELS["wan_small"] = Model(
     dict(MODELS["wan14"].config, dim=256, num_heads=2, ffn_dim=512, num_layers=2),
     torch.float32, (128, 128, 5), 1.0, (1, 64, 4096), video=True,
 )  # fmt: skip
-# A third of the depth, since several servers hold their weights at once: a step of the whole takes three times as long. Both
+# A third of the depth, since several servers hold weights at once: a step of the full model takes three times as long. Both
 # models of the pair share a file.
 MODELS["wan22"] = replace(MODELS["wan14"], config=dict(MODELS["wan14"].config, num_layers=12), size=(832, 480, 81))
 MODELS["wan14_small"] = MODELS["wan22_small"] = MODELS["wan_small"]
@@ -180,7 +180,7 @@ MODELS["z_image_small"] = replace(
 
 
 def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights, the same for the same name, one after the other on `device`."""
+    """Yield (key, tensor) of a model on `device`: random weights, the same for the same name."""
     model = MODELS[name]
     shapes = model.host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     generator = torch.Generator(device=device).manual_seed(1)
@@ -254,7 +254,7 @@ def random_weight(key: str, shape, dtype, device, generator) -> torch.Tensor:
 
 
 def conditioning(name: str, tokens: int, negative_tokens: int):
-    """(positive, negative) of the model's real shapes, with so many tokens."""
+    """(positive, negative) in the model's real shapes, `tokens` and `negative_tokens` long."""
     model = MODELS[name]
     generator = torch.Generator().manual_seed(2)
 
@@ -282,14 +282,14 @@ def lora_weights(network, seed: int) -> dict[str, torch.Tensor]:
 
 
 def vae_class(name: str):
-    """The autoencoder that comfy.sd.VAE makes for such a model's file, with a narrow decoder for the small ones."""
+    """The autoencoder that comfy.sd.VAE makes for the model's VAE file; small models get a narrow decoder."""
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.ldm.wan.vae import WanVAE
 
     small = name.endswith("_small")
     if MODELS[name].video:
         return WanVAE(**{**WAN_VAE, "dim": 16 if small else WAN_VAE["dim"]})
-    if MODELS[name].channels == 128:  # Flux 2: 2x2 of these are one position of a latent
+    if MODELS[name].channels == 128:  # Flux 2: a position of the latent packs 2x2 positions of the VAE
         size = {**VAE, "z_channels": 32, "batch_norm_latent": True}
         return AutoencoderKL(ddconfig=size, embed_dim=32, decoder_ddconfig={**size, "ch": 32 if small else size["ch"]})
     size = {**VAE, "z_channels": MODELS[name].channels}
@@ -302,7 +302,7 @@ def vae_class(name: str):
 
 
 def vae_weights(make_network, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights of the network that a function makes, in RAM."""
+    """Random weights, in RAM, for the network that `make_network` makes."""
     with torch.device("meta"):
         shapes = make_network().state_dict()
     generator = torch.Generator(device=device).manual_seed(3)

@@ -1,18 +1,17 @@
-"""Measure the parts of a prompt beside sampling a model: decoding, a ControlNet, and training a LoRA.
+"""Measure decoding, sampling with a ControlNet, and training a LoRA.
 
     python -m benchmarks.parts --host COMFYUI --kjnodes KJNODES --out FILE [--parts vae-flux controlnet-sdxl]
     python -m benchmarks.parts --host COMFYUI --tiny --out FILE      # small models on the CPU
 
-Whole prompts on servers that take turns, as in table.py, whose rows these are with another `kind`. The prompts:
-1. vae: random latents are decoded, and nothing is saved. A step is the decode. Ours decodes until it has measured which memory
-   layout is faster.
+Whole prompts run on servers that take turns, as in table.py; rows are those of table.py with kind `part`. The prompts:
+1. vae: random latents are decoded, and nothing is saved. A step is one decode. The variant `ours` first decodes until VAE
+   Channels Last has measured which memory layout is faster.
 2. controlnet: a model's image with a ControlNet (`models.build_control`) of strength 0.5. `model`: Torch Compile alone; `both`:
    with Torch Compile ControlNet too.
-3. training: the host's Train LoRA with its defaults, batch 1, on four random latents; the LoRA is saved. Blocks are compiled in
-   the first steps that need them, so nothing is waited for. Where eager training ends with CheckpointError, it trains with
+3. training: ComfyUI's Train LoRA with its defaults, batch 1, on four random latents; the LoRA is saved. Blocks are compiled in
+   the first steps that need them, not in the background. If eager training ends with CheckpointError, eager trains again with
    another of PyTorch's attention kernels, which `attention` names.
-`first` is what waits for compiling: seconds of the first decode, of the first step of training, of the first prompt with a
-ControlNet.
+`first` includes one-time work: seconds of the first decode, of the first training step, of the first prompt with a ControlNet.
 """
 
 import json
@@ -24,7 +23,7 @@ from devtools.prompts import KIT
 from .sessions import Graph, OutOfTimeError, arguments, parse, settings_for
 from .table import KERNELS, LAST_SEED, SETTLED, Contender, Setup, Table, load, prompt_of
 
-# What is measured -> its variants
+# Part -> its variants
 VARIANTS = {
     "vae": ("eager", "kjnodes", "ours"),
     "controlnet": ("eager", "model", "both"),
@@ -32,16 +31,16 @@ VARIANTS = {
 }
 CONTROL_NODE = KIT + "ControlNet"
 VAE_NODES = {"eager": None, "kjnodes": "TorchCompileVAE", "ours": KIT + "VAEChannelsLast"}
-# How many prompts count: decodes are short, trainings long.
+# Part -> how many prompts are measured: decodes are short, trainings long.
 COUNTED = {"vae": 7, "controlnet": SETTLED, "training": 1}
 TRAINING_STEPS, TINY_TRAINING_STEPS, LATENTS = 12, 3, 4
-# Decodes in which VAE Channels Last may still be preparing and measuring; seconds between them.
+# The most decodes in which VAE Channels Last prepares and measures, and seconds between two decodes.
 MEASURED_DECODES, BETWEEN_DECODES = 20, 1.0
 
 
 @dataclass(frozen=True)
 class Part(Setup):
-    """A set-up of table.py, of which `part`, a key of VARIANTS, is measured."""
+    """A set-up of table.py with the part that is measured, a key of VARIANTS."""
 
     part: str = "vae"
 
@@ -61,7 +60,7 @@ PARTS = {
 
 
 class Parts(Table):
-    """Rows of parts."""
+    """Measure parts; adds one row for each variant."""
 
     def __init__(self, options):
         super().__init__(options, "parts")
@@ -97,7 +96,7 @@ class Parts(Table):
             self._run(of, "first", 1000)
 
     def _measure_layouts(self, of: Contender) -> None:
-        """Decode until the node's line says which layout it keeps."""
+        """Decode until the node's status line says which memory layout the node keeps."""
         for n in range(1, MEASURED_DECODES):
             if "vaeReady" not in json.dumps(of.row["prompts"][-1].get("lines")):
                 return
@@ -125,7 +124,7 @@ def _decode(graph: Graph, of: Contender, seed: int) -> None:
 
 
 def _control(graph: Graph, of: Contender, settings: dict) -> None:
-    """A ControlNet between the prompts and the sampler."""
+    """Add a ControlNet between the prompts and the sampler."""
     control = graph.add("control", "SessionControlNet", name=of.model)
     if of.variant == "both":
         settings = settings_for(graph.info, settings, CONTROL_NODE)

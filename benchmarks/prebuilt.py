@@ -1,12 +1,12 @@
-"""Measure code that was made without a card: a server that compiles, then one with prebuild.py's files before its first prompt.
+"""Measure code compiled without a GPU: one server compiles, the next loads prebuild.py's files before its first prompt.
 
     python -m benchmarks.prebuilt --host COMFYUI --out FILE [--cases flux flux-scaled sdxl z_image]
 
-prebuild.py runs beside the card, which is hidden from it: it knows its description alone. A row is a model on one server:
-`seconds` of the first prompt, `step`, the median of later ones, how many graphs were `compiled`, and the memory of what the
-server started (`beside_gib`). `error` is the distance between the two servers' last latents. The first server compiles before
-its first image, so that its last steps are compiled; the second has default settings. `used_after`: how many steps after its
-last trace the second ran compiled.
+prebuild.py runs on the same machine with the GPU hidden, and knows the GPU's description only. A row is a model on one server:
+`seconds` of the first prompt; `step`, the median of later prompts' steps; `compiled`, the number of graphs compiled there;
+`beside_gib`, the memory of the server's child processes. `error` is the distance between the two servers' last latents. The
+first server compiles before its first image, so that its last steps run compiled; the second has default settings.
+`used_after`: how many steps after a server's last trace all blocks ran compiled.
 """
 
 import json
@@ -26,7 +26,7 @@ PROMPTS = 4
 
 
 def steps_until_used(prompts: list[dict]) -> int | None:
-    """From the last step that traced a block to the first in which all ran compiled; None if there is no such step."""
+    """Steps from the last one that traced a block to the first later one without an uncompiled block; None if there is none."""
     counts = [pair for taken in prompts for pair in zip(taken["traced"], taken["uncompiled"], strict=True)]
     last = max((at for at, (traced, _) in enumerate(counts) if traced), default=None)
     if last is None:
@@ -35,7 +35,7 @@ def steps_until_used(prompts: list[dict]) -> int | None:
 
 
 class Prebuilt(Bench):
-    """`workflows`: of each case, the prompt that prebuild.py gets; `results`: a folder for its files."""
+    """`workflows`: case -> file with the prompt for prebuild.py; `results`: the folder of these, cache files and latents."""
 
     def __init__(self, options):
         super().__init__(options, "prebuilt")
@@ -45,7 +45,7 @@ class Prebuilt(Bench):
         self.workflows: dict[str, Path] = {}
 
     def prompts(self, server, case: str, kind: str) -> None:
-        """A case's row: its prompts on one server."""
+        """Run a case's prompts on one server, and add its row."""
         model, _, weights = case.partition("-")
         info, rows = server.get("/object_info"), []
         for number in range(1, PROMPTS + 1):
@@ -73,7 +73,7 @@ class Prebuilt(Bench):
         print(json.dumps({key: value for key, value in row.items() if key != "prompts"}), flush=True)
 
     def prebuild(self) -> list[Path]:
-        """The cache files, all made at once."""
+        """Run prebuild.py for all cases in parallel; returns the cache files."""
         card, base = self.results / "card.json", self.folder("ours")
         command = [sys.executable, str(base / "custom_nodes" / "torch-compile-kit" / "prebuild.py")]
         which = ["--gpu", "h100"] if self.options.tiny else ["--gpu-file", str(card)]

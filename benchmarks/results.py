@@ -25,16 +25,16 @@ NAMES = {
     "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",
     "sd15": "SD 1.5, 512x512, cfg 5",
 }
-# What the weights of a file in no special format are; models.py needs PyTorch, and these tables do not.
+# Model -> dtype of its weights in the default format; not read from models.py, which needs PyTorch.
 PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in NAMES}
-# What each environment of a run says.
+# Keys that each environment of a run must have.
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
 # kind of a row -> the file that holds it
 FILES = {"part": "parts", "prebuilt": "prebuilt", "session": "sessions", "soak": "soak", "table": "table"}
 
 
 def rows(table: str, *kinds: str) -> tuple[list[dict], list[str]]:
-    """Rows of these kinds in a table's file, newest last, and lines that say where they come from.
+    """Rows of these kinds in a table's file, newest last, and source lines: GPU, versions, date and file of each run.
 
     Returns:
         Each row with its device, its command and `source`, the position of its run in the file.
@@ -54,10 +54,10 @@ def rows(table: str, *kinds: str) -> tuple[list[dict], list[str]]:
 
 
 def add(file: Path) -> list[str]:
-    """Put the run of a file into the files of the tables that show its rows; returns their names.
+    """Append the run in `file` to the results files of the tables that show its rows; returns the tables' names.
 
     Raises:
-        ValueError: an environment of the run lacks something.
+        ValueError: an environment of the run lacks a key of PROVENANCE.
     """
     run = json.loads(file.read_text(encoding="utf-8"))
     for where in run["environments"] or [{}]:
@@ -75,7 +75,7 @@ def add(file: Path) -> list[str]:
 
 
 def load(file: Path | None) -> dict:
-    """The run in a file that a command wrote, to which it adds rows; an empty one if there is none."""
+    """The run in `file`, to which a benchmark adds rows; an empty run if there is no file."""
     return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"environments": [], "rows": []}
 
 
@@ -119,15 +119,15 @@ def value_cell(row: dict | None, eager: dict, key: str, digits: int) -> str:
 
 
 def noise_of(row: dict) -> float | None:
-    """The largest error of eager with another attention kernel, where a row has it."""
+    """The largest error of eager with another attention kernel; None if the row has no `noise`."""
     return max(row["noise"].values()) if row.get("noise") else None
 
 
 def newest(candidates: list[dict], **wanted) -> dict | None:
-    """The last row that has these values."""
+    """The last row with all of these values."""
     return next((row for row in reversed(candidates) if all(row.get(k) == v for k, v in wanted.items())), None)
 
 
 def lines_of(head: list[str], lines: list[str], sources: list[str] = ()) -> str:
-    """A Markdown table, and where it comes from."""
+    """A Markdown table, followed by its source lines."""
     return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines, *(["", *sources] if sources else [])])

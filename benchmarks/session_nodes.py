@@ -1,10 +1,9 @@
-"""A custom node file for the sessions' server: prompts without a text encoder, and when each step of a sampler, a trainer or a
-decode was done.
+"""Time the steps of samplers, trainers and decodes on a benchmark's server, and define its nodes (no text encoder is needed).
 
-A step is over when the GPU has done it. The sampler's callback is called as soon as the step's work is queued, so the callback
-records an event, whose time is read after the prompt. The first step begins where the sampler does, after the host has loaded
-what it loads of the model beforehand. Nothing here waits, so the host runs ahead as it does without this file. No function of
-this file is on the stack while the model runs: with code of another pack on the stack, the model gets no CUDA graphs.
+ComfyUI loads this file as a custom node. A step ends when the GPU has finished it. A sampler calls its callback once the step's
+kernels are queued, so the callback records a CUDA event, whose time is read after the prompt. The first step begins when the
+sampler does, after ComfyUI has loaded weights for it. Nothing here synchronises, so the CPU runs ahead of the GPU as without
+this file. No function of this file is on the stack while the model runs: with foreign code there, a model gets no CUDA graphs.
 """
 
 import gc
@@ -31,16 +30,16 @@ _spec = importlib.util.spec_from_file_location("session_models", _file)
 models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
-_samplings = []  # for each sampling since they were last asked for, its marks: the beginning, and the end of each step
-_counts = []  # what our pack has counted at each mark of the last sampling
+_samplings = []  # marks of each sampling since the last GET of /session/steps: the beginning, and the end of each step
+_counts = []  # `_counted()` at each mark of the last sampling
 _latents = []  # what the last sampling returned
 _ballast = []
-_worked = []  # what our pack's worker has said of code that it got, by when
+_worked = []  # [time, message] for each log line of our pack's worker about code that it got
 GIB = 1024**3
 
 
 class _Worked(logging.Handler):
-    """Keeps what the worker says: for how long it waited for code, and for how long it loaded and tuned kernels."""
+    """Keep the worker's log lines about code: seconds until the code came, and seconds of loading and tuning its kernels."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if "kernels loaded" in record.msg:
@@ -109,7 +108,7 @@ comfy.model_base.BaseModel.process_latent_out = process_latent_out
 
 
 def _note_training(trainer) -> None:
-    """Note when a LoRA's training begins and when each of its steps is done: as it makes and moves its bar of progress."""
+    """Mark the beginning and each step of LoRA training: the trainer makes its ProgressBar then, and updates it."""
 
     class ProgressBar(trainer.ProgressBar):
         def __init__(self, *args, **kwargs):
@@ -129,10 +128,10 @@ if "TrainLoraNode" in nodes.NODE_CLASS_MAPPINGS:
 
 @PromptServer.instance.routes.get("/session/steps")
 async def steps(_request: web.Request) -> web.Response:
-    """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far.
+    """Seconds of the steps of each sampling since the last request, and what PyTorch has compiled in this process so far.
 
     `traced`, `uncompiled`: of each step of the last sampling, how many blocks our pack traced, and in how many calls of the
-    model a block ran uncompiled. `worked`: what the worker has said since this was last asked, each with the system's clock.
+    model a block ran uncompiled. `worked`: [system time, message] of the worker since the last request.
     """
     taken = list(_samplings)
     _samplings.clear()
@@ -142,7 +141,7 @@ async def steps(_request: web.Request) -> web.Response:
     for at, name in enumerate(("traced", "uncompiled")):
         answer[name] = [after[at] - before[at] for before, after in itertools.pairwise(_counts)]
     answer["worked"], _worked[:] = list(_worked), []
-    if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
+    if dynamo := sys.modules.get("torch._dynamo.utils"):  # not imported here: that is part of the first compilation's time
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())
         answer["compiled"] = dynamo.counters["inductor"].get("fxgraph_cache_miss", 0)
@@ -151,7 +150,7 @@ async def steps(_request: web.Request) -> web.Response:
 
 @PromptServer.instance.routes.post("/session/latent")
 async def latent(request: web.Request) -> web.Response:
-    """Write the last latent to `file`, or, with `compare`, its relative error against the one in that file."""
+    """Write the last latent to `file`; with `compare`, answer with its relative error against the latent in that file."""
     asked = await request.json()
     actual = _latents[0].float().cpu()
     if not asked.get("compare"):
@@ -163,7 +162,7 @@ async def latent(request: web.Request) -> web.Response:
 
 @PromptServer.instance.routes.post("/session/free")
 async def free(request: web.Request) -> web.Response:
-    """Take memory with a plain allocation until so many GiB are free; answers with what is free then."""
+    """Allocate GPU memory until only `gib` GiB are free; answers with the GiB that are free then."""
     wanted = (await request.json())["gib"]
     _ballast.append(torch.empty(max(0, int(torch.cuda.mem_get_info()[0] - wanted * GIB)), dtype=torch.uint8, device="cuda"))
     torch.cuda.synchronize()
@@ -172,7 +171,7 @@ async def free(request: web.Request) -> web.Response:
 
 @PromptServer.instance.routes.get("/session/memory")
 async def memory(_request: web.Request) -> web.Response:
-    """GiB of the GPU that are in use by whoever, and that PyTorch has given out; nothing without a GPU."""
+    """GiB of the GPU in use by all processes (`vram`) and in PyTorch's tensors (`allocated`); empty without a GPU."""
     if not torch.cuda.is_available():
         return web.json_response({})
     torch.cuda.synchronize()
@@ -183,7 +182,7 @@ async def memory(_request: web.Request) -> web.Response:
 @PromptServer.instance.routes.get("/session/graphs")
 async def graphs(_request: web.Request) -> web.Response:
     """CUDA graphs captured and replayed for the models that are in memory."""
-    # A list of all objects keeps garbage alive: the host's only collection after /free may have come upon such a one.
+    # `gc.get_objects()` keeps garbage alive: ComfyUI's only collection after /free may have run while such a list existed.
     gc.collect()
     module = next((m for name, m in sys.modules.copy().items() if name.endswith("engine.cuda_graphs.capture")), None)
     found = [item for item in gc.get_objects() if module is not None and type(item) is module.ModelGraphs]
@@ -191,7 +190,7 @@ async def graphs(_request: web.Request) -> web.Response:
 
 
 class SessionPrompts:
-    """What text encoders give for a prompt of so many tokens."""
+    """Conditioning as text encoders return it for prompts of `tokens` and `negative_tokens` tokens."""
 
     INPUT_TYPES = classmethod(
         lambda cls: {"required": {"name": (list(models.MODELS),), "tokens": ("INT",), "negative_tokens": ("INT",)}}
@@ -205,7 +204,7 @@ class SessionPrompts:
 
 
 class SessionModel:
-    """A small model whose configuration the host's loader does not know."""
+    """A small model whose configuration ComfyUI's loader does not know."""
 
     INPUT_TYPES = classmethod(lambda cls: {"required": {"name": (list(models.MODELS),)}})
     RETURN_TYPES = ("MODEL",)
@@ -214,7 +213,7 @@ class SessionModel:
 
     def load(self, name):
         patcher = models.build(name, torch.device("cpu"))
-        # A trainer loads it again, as the host's loaders have it.
+        # Train LoRA loads the model again through this attribute, which ComfyUI's loaders set.
         patcher.cached_patcher_init = (lambda name, disable_dynamic=False: self.load(name)[0], (name,))
         return (patcher,)
 
@@ -234,7 +233,7 @@ class SessionLatent:
 
 
 class SessionDecode:
-    """VAE Decode, noted as a sampling of one step that returns the images; nothing is saved."""
+    """VAE Decode, timed as a sampling of one step, with the images as its latent; nothing is saved."""
 
     INPUT_TYPES = classmethod(lambda cls: {"required": {"samples": ("LATENT",), "vae": ("VAE",)}})
     RETURN_TYPES = ()
@@ -280,7 +279,7 @@ class SessionAttention:
 
 
 class SessionImagePrompt:
-    """The model with what image-prompt packs do: each cross-attention also attends to the tokens of an image."""
+    """The model patched as by image-prompt packs: each cross-attention also attends to the tokens of an image."""
 
     INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
     RETURN_TYPES = ("MODEL",)
@@ -296,7 +295,7 @@ class SessionImagePrompt:
 
 
 def _transformers(unet):
-    """Where a UNet has transformer blocks: the part, the block's number as the host counts, and how many there are."""
+    """Yield (part, number of the block as ComfyUI counts, number of transformer blocks in it) for each such block of a UNet."""
     for place, blocks in (("input", unet.input_blocks), ("middle", [unet.middle_block]), ("output", unet.output_blocks)):
         for number, block in enumerate(blocks):
             for layer in block:

@@ -30,12 +30,12 @@ OPTIONS = {
     "fast": "`--fast fp16_accumulation`",
     "easycache": "EasyCache",
 }
-# A step that takes longer than so many of eager's is one that a person notices.
+# A user notices a step that takes longer than so many of eager's.
 NOTICED = 3
 
 
 class Sessions:
-    """The newest session of each kind, by (model and weights, GiB free, cores, variant, cache), and eager's of the same run."""
+    """Sessions by (model and weights, GiB free, cores, variant, cache): the newest, and eager's of the same run."""
 
     def __init__(self, prompts: list[dict]):
         self.newest: dict[tuple, dict[int, dict]] = {}
@@ -47,7 +47,7 @@ class Sessions:
             self.newest[key][row["number"]] = row
 
     def set_ups(self) -> list[tuple[str, float]]:
-        """(model, GiB free) where there is something beside eager, in the order of the other tables, all memory first."""
+        """(model, GiB free) of sessions with a variant beside eager, in the order of NAMES, all memory first."""
         held = {key[:2] for key in self.newest if key[0].partition(" ")[0] in NAMES and key[3] != "eager"}
         return sorted(held, key=lambda s: (list(NAMES).index(s[0].partition(" ")[0]), s[0], -s[1] if s[1] else float("-inf")))
 
@@ -59,7 +59,7 @@ class Sessions:
 
 
 def _cell(taken: list[dict], eager: list[dict]) -> str:
-    """Seconds of these prompts together, and the ratio to eager's same prompts."""
+    """The sum of the prompts' seconds, and its ratio to that of eager's same prompts."""
     if not taken or None in taken:
         return "-"
     if dead := [row for row in taken if "died" in row]:
@@ -87,7 +87,7 @@ def _title(model: str, free: float) -> str:
 
 
 def sessions_table() -> str:
-    """A line a model and variant: first image, the session cold and warm, and the last prompt."""
+    """One line per model and variant: first image, the session cold and warm, and the last prompt."""
     prompts, sources = rows("sessions", "session")
     sessions = Sessions(prompts)
     if not sessions.set_ups():
@@ -146,7 +146,7 @@ def _noticed(sessions: Sessions, key: tuple) -> str:
 
 
 def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
-    """Set-ups in their order, with variant -> row of the newest run that finished ours by default; and where rows come from."""
+    """[(set-up, {variant: row})] from the newest run that finished ours with default settings; and the source lines."""
     everything, sources = rows("table", "table")
     complete = [row for row in everything if ("seconds" in row or "died" in row) and not row.get("settings")]
     measured = []
@@ -159,7 +159,7 @@ def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
 
 
 def _variants(measured: list[tuple[Setup, dict[str, dict]]]) -> list[str]:
-    """The variants that a run has measured: older runs lack some. The longest table alone has ours with VRAM static."""
+    """The variants that any of the runs has measured, without `ours_static`, which only `table_table` shows."""
     return [v for v in PEERS_AND_OURS if v != "ours_static" and any(v in of for _, of in measured)]
 
 
@@ -178,7 +178,7 @@ def _row_title(setup: Setup) -> str:
 
 
 def table_table() -> str:
-    """A line a set-up and variant."""
+    """One line per set-up and variant."""
     measured, sources = _measured()
     if not measured:
         return ""
@@ -213,7 +213,7 @@ CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks"), "qwen_edit": ("Qwen-
 
 
 def _stays_uncompiled(row: dict) -> bool:
-    """Whether ours has put compiling off, until after the prompts that were measured."""
+    """Whether our pack put compiling off beyond the measured prompts."""
     return row.get("graphs") == 0 and not row.get("cuda_graphs")
 
 
@@ -222,20 +222,20 @@ def _first(row: dict) -> float | None:
 
 
 def _gain(of: dict[str, dict], digits: int = 9) -> str:
-    """What ours gains, in whole percent; `digits`: decimals of the seconds that the gain is computed from."""
+    """The change of a prompt's seconds with ours, in whole percent, from seconds that are rounded to `digits` decimals."""
     ours, eager = (round(of[variant]["seconds"], digits) for variant in ("ours", "eager"))
     return f"{ours / eager - 1:+.0%}".replace("%", " %")
 
 
 def _digits(measured: list[tuple[Setup, dict[str, dict]]]) -> int:
-    """How many digits of seconds give the shown percentages to whoever computes them from the shown seconds."""
+    """Decimals of the shown seconds with which a reader's own arithmetic gives the shown percentages."""
     return next((n for n in (1, 2) if all(_gain(of, n) == _gain(of) for _, of in measured)), 3)
 
 
 def gains_table() -> str:
-    """The README's: a line a set-up, seconds of a prompt once compiled and of the first, each variant beside the others.
+    """For the README: one line per set-up, seconds of a prompt once compiled and of the first prompt, for each variant.
 
-    The caption of the chart above it says where this was measured, for both.
+    The table has no source lines: the caption of the chart above it says where both were measured.
     """
     measured, _ = _measured()
     measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
@@ -273,14 +273,14 @@ def gains_in_short() -> str:
 
 
 def gain_of_gguf() -> str:
-    """The README's: what a model packed as GGUF gains, and where."""
+    """For the README: the gain of Flux as GGUF, and the GPU."""
     measured, _ = _measured()
     of = next(of for setup, of in measured if setup.name == "flux-gguf")
     return f"{_gain(of)} on one {of['ours']['device']}"
 
 
 def slowest_first() -> str:
-    """The README's: the first prompt of its rows that the default mode delays most."""
+    """For the README: of the first prompts in its table, the one that the default mode delays most."""
     pairs = [
         (_first(of["ours"]), _first(of["eager"]), setup)
         for setup, of in _measured()[0]
@@ -291,7 +291,7 @@ def slowest_first() -> str:
 
 
 def uncompiled_note(setups: Iterable[str] = SETUPS) -> str:
-    """The footnote of the rows of `setups` that are marked, if any is."""
+    """The footnote of the rows of `setups` that are marked with ¹; empty if none is."""
     marked = [setup for setup, of in _measured()[0] if setup.name in setups and _stays_uncompiled(of["ours"])]
     models = dict.fromkeys(_setup_title(Setup(setup.model)) for setup in marked)
     if not models:
@@ -307,7 +307,7 @@ def readme_uncompiled_note() -> str:
 
 
 def where_measured() -> str:
-    """The README's: card, versions and dates of the table's runs, for the chart's caption."""
+    """For the README's caption of the chart: GPU, versions and dates of the table's runs."""
     dates: dict[str, list[str]] = {}
     for source in _measured()[1]:
         versions, _, date = source.rpartition(", `")[0].rpartition(", ")
@@ -322,13 +322,13 @@ def _by_default() -> list[dict[str, dict]]:
 
 
 def ready_after() -> str:
-    """The README's: seconds from the first prompt until its blocks are compiled, of models that are compiled at once."""
+    """For the README: seconds from the first prompt until its blocks are compiled, of models that have compiled graphs."""
     seconds = [of["ours"]["ready"] for of in _by_default() if of["ours"]["graphs"]]
     return f"{min(seconds):.0f} to {max(seconds):.0f} s"
 
 
 def without_dynamic_vram() -> str:
-    """The README's: Flux with KJNodes' node and `--disable-dynamic-vram`: its steps, and a LoRA switched on."""
+    """For the README: Flux with KJNodes' node and `--disable-dynamic-vram`, its steps and the prompt that adds a LoRA."""
     sessions, with_lora = Sessions(rows("sessions", "session")[0]), []
     flux = next(of for setup, of in _measured()[0] if setup.name == "flux")
     shares = [flux[variant]["step"] / flux["eager"]["step"] for variant in ("kjnodes_static", "ours")]
@@ -342,7 +342,7 @@ def without_dynamic_vram() -> str:
 
 
 def little_vram() -> str:
-    """The README's: what a prompt of Flux gains where little VRAM was free, the last of each session."""
+    """For the README: the gain of Flux with little VRAM free, from the last prompt of each session."""
     sessions, gains = Sessions(rows("sessions", "session")[0]), []
     for model, free in sessions.set_ups():
         key = (model, free, 0, "ours", "cold")
@@ -354,19 +354,19 @@ def little_vram() -> str:
 
 
 def more_vram() -> str:
-    """The README's: by how much the peak is above that of the uncompiled model, at most."""
+    """For the README: by how many GiB ours raises the peak VRAM of the uncompiled model at most."""
     return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"
 
 
 def _recorded() -> dict:
-    """Flux with the node, as benchmarks/ready.py of f53a9b8 recorded it; `where` says on what."""
+    """The row of Flux with the node that benchmarks/ready.py of f53a9b8 recorded; `where` names GPU, versions and date."""
     found, sources = rows("ready", "ready")
     row = next(row for row in found if row["source"] == found[-1]["source"] and row["model"] == "flux")
     return {**row, "where": sources[-1].rpartition(", `")[0]}
 
 
 def recorded_line() -> dict:
-    """What the node says on a GPU once Flux is compiled, as the page is sent it: for the pictures.
+    """The node's status line on a GPU once Flux is compiled, as the server sends it to the page; for devtools/pictures.py.
 
     The line compares the median step without the node and that of the last prompt.
     """
@@ -377,7 +377,7 @@ def recorded_line() -> dict:
 
 
 def recorded_where() -> str:
-    """The caption of those pictures."""
+    """The caption of the pictures that show `recorded_line`."""
     row = _recorded()
     steps = len(row["prompts"][-1]["steps"])
     return f"{NAMES['flux']}, {PRECISIONS['flux']}, {steps} steps on {row['where']}"
@@ -388,7 +388,7 @@ def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
     measured, _ = _measured()
     groups = []
     for setup, of in measured:
-        if setup.option or _stays_uncompiled(of["ours"]):  # then a ratio is chance
+        if setup.option or _stays_uncompiled(of["ours"]):  # the ratio of two uncompiled runs is noise
             continue
         name, cut = CHART_NAMES.get(setup.model, (NAMES[setup.model].partition(",")[0], ""))
         detail = ", ".join(
@@ -405,7 +405,7 @@ def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
 
 
 def short_table() -> str:
-    """Of docs/figures.md: a line a set-up, a prompt and a step once compiled, the first prompt, and when code is ready."""
+    """For docs/figures.md: one line per set-up with a prompt and a step once compiled, and the first prompt."""
     measured, sources = _measured()
     if not measured:
         return ""

@@ -3,16 +3,15 @@
     python -m benchmarks.sessions --host COMFYUI --kjnodes KJNODES --out FILE
     python -m benchmarks.sessions --host COMFYUI --tiny --out FILE      # small models on the CPU
 
-A session is a list of prompts that go one by one through the queue of a server as users start it, with the page's connection
-open; seconds are those from sending a prompt to the server's `execution_success`. Cold: the server has a user folder, a home
-and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there, but for Python's
-bytecode, which pip makes when it installs (some containers have none, and import several times as long). Warm: the same
-session once more, in new servers that find what the first has left. Every variant has a server of its own with only its pack
-in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
+A session is a list of prompts that go one by one through the queue of a server as users start it, with a page's websocket open;
+`seconds` run from sending a prompt to the server's `execution_success`. Cold: the server's user, home and temporary folders are
+empty, and so are the caches of this pack, PyTorch and Triton. Python's bytecode is there, as after an installation by pip
+(containers without bytecode import several times as long). Warm: the same session again on new servers, with the folders that
+the cold session left. Every variant has a server of its own with only its pack. CUDA events time the steps (session_nodes.py).
+Rows are written after every prompt.
 
-The variants take turns prompt by prompt, so that what else the machine does meets all of them: while one has its turn, the
-others' processes are stopped (SIGSTOP), and what they hold of memory stays theirs. With little memory (--free) they come one
-after another.
+The variants take turns prompt by prompt, so that other load on the machine affects all variants alike: while one server works,
+the others are stopped (SIGSTOP) and keep their memory. With --free, the variants run their sessions one after another.
 """
 
 import argparse
@@ -38,24 +37,24 @@ from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError,
 
 from . import results
 
-with contextlib.suppress(ImportError):  # ComfyUI's environment has psutil; one that only makes tables may not
+with contextlib.suppress(ImportError):  # ComfyUI's environment has psutil; an environment for tables only may not
     import psutil
 
-# Seconds from a server's start to its first prompt: somebody opens the page.
+# Seconds from a server's start to its first prompt, in which a user opens the page.
 PAGE_OPENS = 8
 REAL = ["flux", "sdxl", "z_image", "wan14", "sd15"]
 TINY = ["flux_small", "sdxl_small", "wan_small"]
 NODES = Path(__file__).resolve().with_name("session_nodes.py")
-# Where a process keeps compiled code, if the environment does not move it; each has a place in the session's folder.
+# Variables that move caches of compiled code; `parse` unsets these, so that each cache lies in the folders of its server.
 ELSEWHERE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 KEPT = ("user", "home", "tmp")
-# What a compilation imports, and all that it imports in turn.
+# Packages that compiling imports, with their dependencies.
 COMPILER_PACKAGES = ("torch", "triton", "sympy", "mpmath", "networkx")
-# variant -> the node that compiles; a benchmark's variants that are not here have our pack too
+# variant -> the node that compiles; variants of other benchmarks that are not listed run with our pack
 COMPILERS = {
     "eager": None,
     "core": "TorchCompileModel",
-    "kjnodes": "TorchCompileModelAdvanced",  # the newest for every model: those for one model are marked as deprecated
+    "kjnodes": "TorchCompileModelAdvanced",  # KJNodes' newest node for all models; those for one model are deprecated
     "kjnodes_static": "TorchCompileModelAdvanced",  # the same, with --disable-dynamic-vram
     "ours": MODEL_NODE,
     "ours_static": MODEL_NODE,
@@ -68,10 +67,10 @@ class Prompt:
     """One press of Run.
 
     Args:
-        other_size, other_text: the session's other size, or its other prompt length.
-        lora: the strength of the LoRA, or none.
+        other_size, other_text: use the session's `other_size`, or its `other_tokens`.
+        lora: strength of the LoRA; None: without LoRA.
         patched: with the session's patch.
-        restart: the server is started anew before.
+        restart: a new server runs this prompt and those after it.
     """
 
     name: str
@@ -114,10 +113,10 @@ class Session:
     """What one person makes with one model; the first size and prompt length are the model's own (models.py).
 
     Args:
-        model: in models.py, if it is not the session's name.
-        few_steps: with a LoRA for few steps on in all prompts, and cfg 1.
-        patch: the node of another pack, or of the host, that patches the model in prompts that are `patched`; its inputs.
-        refined: each image is sampled again by a second model of the same kind, as by SDXL's refiner; steps are of that one.
+        model: name in models.py, if it is not the session's name.
+        few_steps: all prompts have a LoRA for few steps, and cfg 1.
+        patch: (node, inputs) of another pack or of ComfyUI, which patches the model in prompts that are `patched`.
+        refined: a second model of the same kind samples each image again, as SDXL's refiner; rows hold the second's steps.
     """
 
     steps: int
@@ -143,7 +142,7 @@ SESSIONS = {
     "flux_nag": Session(20, PATCHED, model="flux", patch=("NAGuidance", {})),
     "flux_override": Session(20, PATCHED, model="flux", patch=("SessionAttention", {"kernel": "CUDNN_ATTENTION"})),
     "sdxl_refined": Session(20, FEW, model="sdxl", refined=True),
-    "flux_wide": Session(50, other_tokens=256),  # so many steps that compiling is worth while
+    "flux_wide": Session(50, other_tokens=256),  # enough steps for compiling to pay off
     "sdxl_wide": Session(60, other_tokens=154),
     "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
     "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
@@ -156,7 +155,7 @@ SESSIONS = {
 
 
 def settings_for(info: dict, settings: dict, node: str = MODEL_NODE) -> dict:
-    """Those of the settings that this version of the node has."""
+    """The `settings` that the server's version of the node has as inputs."""
     names = widgets(info[node])
     return {name: value for name, value in settings.items() if name in names}
 
@@ -172,11 +171,11 @@ class Graph:
         return [node, 0]
 
     def load(self, node: str, name: str, weights: str = "default", end: str = "") -> list:
-        """The node that loads a model.
+        """Add the node that loads a model.
 
         Args:
-            weights: a format of checkpoints.py, or a weight_dtype of the host's loader.
-            end: what follows the model's name in the name of its file.
+            weights: a format of checkpoints.py, or a weight_dtype of ComfyUI's loader.
+            end: follows the model's name in the name of its file.
         """
         from . import checkpoints, models
 
@@ -189,7 +188,7 @@ class Graph:
         return self.add(node, "UNETLoader", unet_name=file, weight_dtype=dtype)
 
     def compile(self, node: str, patcher: list, variant: str, settings: dict) -> list:
-        """The variant's node behind a model; settings that the server's version of ours does not have are left out."""
+        """Add the variant's compiling node after `patcher`, without `settings` that the server's version of our node lacks."""
         if compiler := COMPILERS[variant]:
             own = settings_for(self.info, settings) if compiler == MODEL_NODE else {}
             patcher = self.add(node, compiler, model=patcher, **own)
@@ -219,7 +218,7 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
 
     Args:
         name: of the session.
-        number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
+        number: added to the seed, so that ComfyUI answers no prompt from its cache.
         info: the server's /object_info.
         settings: inputs of Torch Compile.
         weights: as in `Graph.load`.
@@ -259,8 +258,8 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
 
 # Channels of a latent -> the node that makes an empty one.
 EMPTY_LATENTS = {4: "EmptyLatentImage", 16: "EmptySD3LatentImage", 128: "EmptyFlux2LatentImage"}
-REFINER = "_refiner"  # what follows the model's name in the name of the second model's file
-GGUF_LOADER, GGUF_PACK = "UnetLoaderGGUF", "gguf-pack"  # of ComfyUI-GGUF, and its link
+REFINER = "_refiner"  # follows the model's name in the name of the second model's file
+GGUF_LOADER, GGUF_PACK = "UnetLoaderGGUF", "gguf-pack"  # of ComfyUI-GGUF: its node, and its link in custom_nodes
 
 
 class OutOfTimeError(Exception):
@@ -268,7 +267,7 @@ class OutOfTimeError(Exception):
 
 
 def make_bytecode(base: Path, host: str) -> None:
-    """Have Python's bytecode of what servers import in a folder of `base`, as where pip has installed it."""
+    """Compile the modules that servers import to bytecode in base/bytecode, as pip does when it installs."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(base / "bytecode")
     found = [importlib.util.find_spec(name) for name in COMPILER_PACKAGES]
@@ -278,11 +277,11 @@ def make_bytecode(base: Path, host: str) -> None:
 
 
 class Bench:
-    """The machine's folder, the clock and the rows of one call.
+    """The folder, the time limit and the rows of one run of a benchmark.
 
     Args:
         options: of the command line; see `arguments`.
-        module: what was called.
+        module: the benchmark's name.
     """
 
     def __init__(self, options, module: str):
@@ -298,7 +297,7 @@ class Bench:
             self.link("kjnodes", options.kjnodes.resolve())
         if options.gguf:
             self.link(GGUF_PACK, options.gguf.resolve())
-        if not options.tiny:  # it takes a minute of two cores
+        if not options.tiny:  # takes a minute on two cores
             make_bytecode(self.base, options.host)
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
@@ -309,7 +308,7 @@ class Bench:
         link.symlink_to(target, target_is_directory=target.is_dir())
 
     def left(self) -> float:
-        """Seconds until the limit; raises when there are none."""
+        """Seconds left until --limit; raises OutOfTimeError if none are."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise OutOfTimeError
@@ -329,18 +328,18 @@ class Bench:
         return folder
 
     def clear(self, *folders: str) -> None:
-        """Remove what servers left in these folders, and what they made."""
+        """Remove these folders of all variants' servers, with their output and temp."""
         for variant in (self.base / "servers").glob("*"):
             for folder in (*folders, "output", "temp"):
                 shutil.rmtree(variant / folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def server(self, variant: str, cores: int = 0, arguments=(), packs=()):
-        """A server as users start it, with the pack that the variant needs and ours that takes the times.
+        """A server as users start it, with the variant's pack and session_nodes.py, which times steps.
 
         Args:
             cores: how many cores the server runs on, from the first on; 0: all.
-            arguments, packs: more arguments of main.py, more packs.
+            arguments, packs: further arguments of main.py, further packs.
         """
         packs = ["session_nodes.py", *packs]
         if variant.endswith("_static"):
@@ -369,7 +368,7 @@ class Bench:
             server.seconds_to_start = time.perf_counter() - began
             with self._describing:
                 self._describe(server)
-            with server.progress():  # the page is open
+            with server.progress():  # a websocket, as an open page has
                 yield server
         finally:
             server.stop()
@@ -377,7 +376,7 @@ class Bench:
                 log.write(f"\n===== {variant}, {cores or 'all'} cores\n{server.log()}")
 
     def _describe(self, server) -> None:
-        """What the results file says about the machine, from the first server."""
+        """Add the machine and the versions, as the first server reports both, to the results file."""
         command = results.command(self.module)
         if any(where["command"] == command for where in self.known["environments"][-1:]):
             return
@@ -395,7 +394,7 @@ class Bench:
         self.known["environments"].append({**where, "allocator": allocator} if allocator else where)
 
     def make_files(self, model: str, formats=("default",)) -> None:
-        """Write a model's files where they are not there."""
+        """Write a model's files that do not exist yet."""
         command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", self.options.host, "--model", model]
         command += ["--folder", str(self.base / "models"), "--formats", *formats]
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.options.tiny else {}
@@ -405,18 +404,18 @@ class Bench:
             raise OutOfTimeError from None
 
     def make_refiner(self, model: str) -> None:
-        """The second model of a session has the weights of the first, in a file of its own."""
+        """Make the file of a session's second model: a hard link to the first model's."""
         for file in (self.base / "models" / "diffusion_models").glob(f"{model}.*"):
             file.with_name(f"{model}{REFINER}{file.suffix}").unlink(missing_ok=True)
             os.link(file, file.with_name(f"{model}{REFINER}{file.suffix}"))
 
     def delete_files(self, model: str) -> None:
-        """Remove a model's weights where the command says so."""
+        """Remove a model's weights if --delete is given."""
         for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*") if self.options.delete else ():
             file.unlink()
 
     def sessions(self, model: str) -> None:
-        """A model's session with each number of cores and cache."""
+        """Run a session with each of --cores and each of --caches."""
         file = SESSIONS[model].model or model
         self.make_files(file, [self.options.weights])
         if SESSIONS[model].refined:
@@ -427,7 +426,7 @@ class Bench:
         self.delete_files(file)
 
     def session(self, model: str, cache: str, cores: int) -> None:
-        """All prompts of a model's session, of the variants in turn; a variant that dies is a result."""
+        """Run all prompts of a session, the variants in turn; a variant that ends with an error gets a row, too."""
         self.clear(*(KEPT if cache == "cold" else ()))
         prompts = SESSIONS[model].prompts
         chosen = self.options.prompts or range(1, len(prompts) + 1)
@@ -440,17 +439,17 @@ class Bench:
         living = [v for v in self.options.variants if self.options.kjnodes or not v.startswith("kjnodes")]
         if cache == "warm":  # eager compiles nothing
             living = [variant for variant in living if variant != "eager"]
-        # The first of two servers would fill what is left free, and keep it from the second.
+        # With --free one variant at a time: the first of two servers would fill the free memory.
         for some in [[variant] for variant in living] if self.options.free else [living]:
             for part in filter(None, (numbered[:restart], numbered[restart:])):
                 self._turns(some, part, common, packs)
 
     def _turns(self, living: list[str], numbered: list[tuple[int, Prompt]], common: dict, packs: list[str]) -> None:
-        """These prompts, of the variants in turn; removes from `living` those that die.
+        """Run these prompts, the variants in turn; removes from `living` each variant whose server ended or hangs.
 
         Args:
-            common: what each row says first.
-            packs: beside ours, as of `server`.
+            common: the first keys of each row.
+            packs: further packs, as in `server`.
         """
         with contextlib.ExitStack() as stack:
             self.left()
@@ -475,7 +474,7 @@ class Bench:
 
     @contextlib.contextmanager
     def paused(self, variant: str, *about, **more):
-        """The variant's server, stopped (SIGSTOP) until its turn; further arguments as of `server`."""
+        """The variant's server, stopped (SIGSTOP) until its turn; further arguments as in `server`."""
         with self.server(variant, *about, **more) as server:
             time.sleep(0 if self.options.tiny else PAGE_OPENS)
             tell(server, "SIGSTOP")
@@ -485,7 +484,7 @@ class Bench:
                 tell(server, "SIGCONT")
 
     def _prompt(self, server, about: dict, prompt: Prompt) -> dict:
-        """One prompt as a row."""
+        """Run one prompt; returns its row."""
         info = server.get("/object_info")
         if COMPILERS[about["variant"]] == MODEL_NODE:
             about = {**about, "settings": settings_for(info, self.options.settings)}
@@ -494,7 +493,7 @@ class Bench:
         return {**about, **self.run(server, nodes), "server_start": round(server.seconds_to_start, 1)}
 
     def run(self, server, nodes: dict) -> dict:
-        """What one prompt took, or how it died."""
+        """Run one prompt; returns its times, or the error as `died`, with `over` if the server ended or hangs."""
         allowed = min(self.options.prompt_limit, self.left())
         try:
             with Beside(server) as beside:
@@ -519,8 +518,8 @@ class Bench:
 
 
 class Beside:
-    """What runs beside a server's own process during a prompt: memory of the processes that it has started, and how many
-    processes, of all servers, hold memory of a GPU (if the machine shows that)."""
+    """Measure, once a second during a prompt, the memory of the server's child processes, and count the processes of all
+    servers that hold GPU memory (if the machine's nvidia-smi shows them)."""
 
     def __init__(self, server):
         self._server, self._over = server, threading.Event()
@@ -549,7 +548,7 @@ class Beside:
 
 
 def lines(server) -> dict:
-    """What our nodes say in the page, by node; nothing where the server has none."""
+    """The status lines of our nodes by node id; empty if the server does not have our pack."""
     try:
         told = server.get(f"/torch-compile-kit/status?client_id={server.client_id}")
     except urllib.error.HTTPError:
@@ -568,7 +567,7 @@ def tell(server, name: str) -> None:
 
 @contextlib.contextmanager
 def at_work(server):
-    """A server whose turn it is; all others are stopped."""
+    """Continue a stopped server for its turn; all other servers are stopped."""
     tell(server, "SIGCONT")
     try:
         yield server
@@ -597,7 +596,7 @@ def _line(row: dict) -> str:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark of a server has; parsed by `parse`."""
+    """The options that every benchmark with a server has; parsed by `parse`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", required=True, help="the folder of ComfyUI")
     parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
@@ -632,7 +631,7 @@ def main() -> None:
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
     parser.add_argument("--touch", type=int, default=0, help="GiB of RAM that are written once before")
     bench = Bench(parse(parser), "sessions")
-    if bench.options.touch:  # a virtual machine may get memory only when it is written: the second server would wait for it
+    if bench.options.touch:  # a virtual machine may get memory when it is first written, which would slow the second server
         write = f"import numpy; numpy.ones({bench.options.touch} << 30, numpy.uint8)"
         subprocess.run([sys.executable, "-c", write], check=True)
     try:

@@ -1,17 +1,17 @@
-"""Send many prompts to one server, states of a model in turn: compare every latent with eager's, watch what the server keeps.
+"""Send many prompts to one server, states (size, LoRA) in turn: compare every latent with eager's, watch the server's memory.
 
     python -m benchmarks.soak --host COMFYUI --out FILE           # 100 prompts on a GPU
     python -m benchmarks.soak --host COMFYUI --tiny --out FILE    # a small model on the CPU
 
-Eager's prompts come first, each state once, in the same server; states of the same size share their seed, so an image of the
-wrong LoRA or size would be seen: how far eager's own are apart stands beside the errors. `compile_when` is in the background
-and before the first image in turn. On a GPU the first half has all memory, where CUDA graphs are captured, the second `--free`
-GiB, where weights are streamed, in a server of its own.
+Eager's prompts come first, each state once, on the same server. States of one size share a seed, so that an image with another
+state's LoRA shows as an error: eager's latents of two such states differ by `least_difference_of_two_states` or more.
+`compile_when` is in background and before first image in turn. On a GPU the first half of the prompts has all memory, and CUDA
+graphs are captured; the second half has `--free` GiB on a server of its own, and weights are streamed.
 
-Ends with 1 where something is wrong. What counts as flat, after the first two rounds (in the first the host loads and compiles
-in the background, in the second all waits for its code):
+Exit status 1 if a prompt fails, a latent is wrong or a reading is not flat after the first two rounds (in the first, models are
+loaded and code is compiled in the background; in the second, calls wait for code that is missing). Flat is:
 - memory of the server's process (RSS): the last round's largest is at most 5 % above the second's; glibc keeps freed memory in
-  arenas for each thread, and which thread allocates is another each time.
+  arenas of each thread, and a different thread allocates each time.
 - open files, threads: the last round's least is no more than the second's least plus 2 (idle connections of the page).
 - memory of the GPU in use: the last round's largest is at most 0.5 GiB above the second's.
 """
@@ -25,13 +25,13 @@ from pathlib import Path
 
 from . import sessions
 
-# Relative errors of latents: rounding gives less (2e-6 in fp32, 0.006 in fp16: results/soak.json).
+# Relative error above which a latent is wrong; rounding gives less (2e-6 in fp32, 0.006 in fp16: results/soak.json).
 WRONG = {True: 1e-5, False: 0.02}  # by --tiny
-# What may be added to a reading: a share (process' memory), a number (files, threads), GiB (GPU).
+# By how much a reading may grow: a factor (RSS), a number (files, threads), GiB (GPU).
 GROWTH, MORE, GIB = 1.05, 2, 0.5
 STEPS = {True: 2, False: 6}
 SIZES = {True: [(256, 256), (320, 192)], False: [(1024, 1024), (1024, 768), (768, 1024)]}
-# The random LoRA (models.py) are weak: at these strengths each image is far from the other, and from that without.
+# The random LoRA of models.py are weak; at these strengths images differ clearly, also from the image without LoRA.
 LORAS = (None, 4.0, 8.0)
 
 
@@ -47,8 +47,8 @@ class State:
         return f"{model}, {self.size[0]}x{self.size[1]}{lora}"
 
     def prompt(self, model: str, weights: str, info: dict, settings: dict | None, steps: int, index: int) -> dict:
-        """As the server takes it; without our node where `settings` is None. The host makes each `index` anew, and the same of
-        all: any share from 0.9999 on it takes as the whole (comfy/samplers.py, `set_steps`)."""
+        """The prompt as the server takes it; without our node if `settings` is None. A `denoise` for each `index` keeps ComfyUI
+        from answering from its cache, and changes no image: above 0.9999 it counts as 1 (comfy/samplers.py, `set_steps`)."""
         variant = "eager" if settings is None else "ours"
         nodes = sessions.graph(model, sessions.Prompt("", lora=self.lora), 0, variant, info, settings or {}, weights)
         width, height = self.size
@@ -58,7 +58,7 @@ class State:
 
 
 class Soak:
-    """The prompts of one server; `row` is what comes out."""
+    """Run the prompts of one server; `row` returns the results."""
 
     def __init__(self, bench: sessions.Bench, server, states: list[State]):
         self.bench, self.server, self.states, self.info = bench, server, states, server.get("/object_info")
@@ -68,7 +68,7 @@ class Soak:
         self.errors, self.kept, self.wrong = [], [], []
 
     def run(self, count: int, until: float) -> None:
-        """Eager's, then so many prompts; none is begun after `until`, in seconds of time.monotonic."""
+        """Run eager's prompts, then `count` prompts; begins none after `until`, in seconds of time.monotonic."""
         apart = []
         for state in self.states:
             if "died" in (taken := self._run(state, None)):
@@ -104,7 +104,7 @@ class Soak:
         return str(self.latents / f"{state.name(self.model)}.pt")
 
     def _error(self, state: State) -> float:
-        """How far the last latent is from eager's of a state."""
+        """Relative error of the last latent against eager's of `state`."""
         return self.server.post("/session/latent", {"file": self._file(state), "compare": True})["error"]
 
     def _keeps(self) -> dict:
@@ -132,7 +132,7 @@ class Soak:
 
 
 def flat(name: str, by_round: list[float]) -> bool:
-    """Whether a reading has not grown after the second round; see above."""
+    """Whether a reading has not grown after the second round; the module's docstring says by how much it may."""
     if len(by_round) < 3:
         return True
     second, last = by_round[1], by_round[-1]

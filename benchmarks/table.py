@@ -1,16 +1,16 @@
-"""Measure what people run today, eager beside core's node, KJNodes and ours: whole prompts and steps on a real ComfyUI server.
+"""Compare eager, ComfyUI's node, KJNodes and this pack on what people run: whole prompts and steps on a real ComfyUI server.
 
     python -m benchmarks.table --host COMFYUI --kjnodes KJNODES --gguf COMFYUI-GGUF --out FILE [--setups flux flux-int8]
     python -m benchmarks.table --host COMFYUI --tiny --out FILE      # small models on the CPU
 
 1. A set-up is a model in a format, perhaps with an option of the server or a node (SETUPS, the most asked for first).
-2. Each variant of a set-up has a server of its own with nothing on disk, and no other pack. The variants take turns as in
-   sessions.py, the last prompts one by one.
-3. The first prompts come as a person queues them. Ours compiles meanwhile; its code is then waited for.
-4. The last prompts are what a prompt takes from then on: `seconds` and `step` are their medians.
-5. The last prompt has the same seed everywhere; `error` is the distance of its latent from eager's, `noise` how far eager with
-   other attention kernels of PyTorch is from eager.
-A row holds one variant and is written after each of its prompts. Rows that --out has already are not measured again.
+2. Each variant of a set-up has a server of its own with empty caches and no other pack. Servers take turns as in sessions.py:
+   one turn for all first prompts, then one turn for each of the last.
+3. The first prompts come as a user queues them. Our pack compiles meanwhile; then the benchmark waits until all is compiled.
+4. The last prompts show the time from then on: `seconds` and `step` are their medians.
+5. The last prompt has the same seed everywhere; `error` is the distance of its latent from eager's, `noise` the distance from
+   eager of eager with another of PyTorch's attention kernels.
+A row holds one variant and is written after each of its turns. Rows that --out has already are not measured again.
 """
 
 import functools
@@ -41,12 +41,12 @@ OPTIONS = {
 }
 STEPS = {"flux": 20, "sdxl": 25, "sd15": 20, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
 TINY_STEPS = 4
-# Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
+# Attention kernels of PyTorch, by --tiny: the first with which eager's latent differs gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
-# At the end of a name: the second model of a pair, which is the same file.
+# Suffix of a pair's second model, whose file is a symlink to the first model's.
 LOW_NOISE = "_low"
-# Prompts that ours is given to compile in; so many more if it puts compiling off for no longer; steps in which CUDA graphs may
-# still be captured; last prompts, which count.
+# First prompts, in which our pack compiles; how many more follow at most if the pack puts compiling off; steps in which CUDA
+# graphs may still be captured; last prompts, which are measured.
 FIRST, MOST_PUT_OFF, CAPTURING_STEPS, SETTLED = 4, 12, 16, 3
 TINY_FIRST, TINY_SETTLED = 2, 1
 LAST_SEED = 99
@@ -59,8 +59,8 @@ class Setup:
     """What a person runs.
 
     Args:
-        model: in models.py; wan22 is two models, the second of which finishes what the first began.
-        weights: one of `checkpoints.FORMATS`, or a weight_dtype of the host's loader.
+        model: in models.py; wan22 is two models, of which the second finishes the sampling.
+        weights: one of `checkpoints.FORMATS`, or a weight_dtype of ComfyUI's loader.
         option: one of OPTIONS.
     """
 
@@ -97,7 +97,7 @@ SETUPS = {
 
 
 def load(graph: Graph, node: str, setup: Setup, model: str, kernel: str | None, end: str = "") -> list:
-    """The nodes from the loader to the compiling node; `end`: what follows the model's name in the names of its files."""
+    """Add the nodes from the loader up to the compiling node; `end` follows the model's name in the names of its files."""
     patcher = graph.load(node, model, setup.weights, end)
     if setup.model == "wan22":
         lora = {"lora_name": f"{model}{end}.safetensors", "strength_model": 1.0}
@@ -113,7 +113,7 @@ def load(graph: Graph, node: str, setup: Setup, model: str, kernel: str | None, 
 def prompt_of(
     info: dict, setup: Setup, model: str, variant: str, steps: int, seed: int, settings: dict, kernel: str | None
 ) -> dict:
-    """From the loader to the saved image, as the server takes it; `info` is the server's /object_info."""
+    """The prompt from the loader to the saved image, as the server takes it; `info` is the server's /object_info."""
     from . import models
 
     graph, about = Graph(info), models.MODELS[model]
@@ -139,7 +139,7 @@ def prompt_of(
 
 
 class CodeWatch(threading.Thread):
-    """Ask the pack once a second whether it still compiles."""
+    """Poll once a second whether the pack still compiles."""
 
     def __init__(self, server):
         super().__init__(daemon=True)
@@ -160,7 +160,7 @@ class CodeWatch(threading.Thread):
         return report
 
     def wait(self, seconds: float) -> float | None:
-        """Seconds from the beginning until nothing was compiled any more; None: something still is."""
+        """Wait until the pack compiles nothing; returns seconds from `began` to then, None if not reached after `seconds`."""
         end = time.monotonic() + seconds
         self.look()
         while self.busy and time.monotonic() < end:
@@ -178,7 +178,7 @@ class Contender:
     """A variant of a set-up.
 
     Args:
-        held: bytes of the GPU that its server holds between its turns.
+        held: bytes of the GPU that the server holds between turns.
     """
 
     setup: Setup
@@ -194,7 +194,7 @@ class Contender:
 
     @contextmanager
     def turn(self):
-        """Let the server work, and note in the row the most memory of the GPU that it held. The others are stopped, so what
+        """Let the server work, and note its peak of GPU memory in the row. All other servers are stopped, so that the memory
         they hold does not change."""
         with at_work(self.server), _highest_use() as uses:
             yield
@@ -205,7 +205,7 @@ class Contender:
 
 @contextmanager
 def _highest_use():
-    """Bytes of the GPU that are in use, by all processes: a list, first those before, last those after."""
+    """Sample the bytes of the GPU in use by all processes into a list; its first entry is from before, its last from after."""
     uses, over = [_used()], threading.Event()
 
     def look() -> None:
@@ -233,7 +233,7 @@ def _used() -> int:
 
 
 class Table(Bench):
-    """Rows of set-ups. `latents` holds eager's last latent of each set-up."""
+    """Measure set-ups. The folder `latents` holds eager's last latent of each set-up."""
 
     def __init__(self, options, module: str = "table"):
         super().__init__(options, module)
@@ -241,7 +241,7 @@ class Table(Bench):
         self.latents.mkdir(exist_ok=True)
 
     def make_files_of(self, setups: list[Setup], model: str) -> None:
-        """The files of a model in all formats that the set-ups need."""
+        """Write a model's files in all formats that the set-ups need."""
         self.make_files(model, sorted({setup.file_format() for setup in setups}))
         if setups[0].model == "wan22":
             for file in (self.base / "models").glob(f"*/{model}.safetensors"):
@@ -254,7 +254,7 @@ class Table(Bench):
         return any(key <= row.items() and ("seconds" in row or "died" in row) for row in self.known["rows"])
 
     def measure(self, setup: Setup, model: str, variants: list[str]) -> None:
-        """A row for each of the variants; one that dies is a result."""
+        """Add a row for each variant, also for one that ends with an error."""
         about = {"kind": "table", "setup": setup.name, "model": model, "weights": setup.weights, "option": setup.option}
         packs = [GGUF_PACK] if setup.weights == "gguf" else []
         self.take_turns(about, setup, variants, SETTLED, arguments=OPTIONS[setup.option], packs=packs)
@@ -263,8 +263,8 @@ class Table(Bench):
         """Run the prompts of the variants.
 
         Args:
-            about: what each row says first.
-            settled: how many prompts count.
+            about: the first keys of each row.
+            settled: how many last prompts are measured.
             server: further arguments of `Bench.server`.
         """
         self.left()
@@ -276,7 +276,7 @@ class Table(Bench):
 
             with ThreadPoolExecutor() as together:
                 servers = list(together.map(enter, variants))
-            held = _used() // len(servers)  # idle, they hold the same
+            held = _used() // len(servers)  # idle servers hold the same
             contenders = []
             for variant, server in zip(variants, servers, strict=True):
                 row = {**about, "variant": variant, "prompts": [], "server_start": round(server.seconds_to_start, 1)}
@@ -306,7 +306,7 @@ class Table(Bench):
         self.save()
 
     def _run(self, of: Contender, name: str, seed: int, kernel: str | None = None) -> bool:
-        """One prompt; whether there is a result."""
+        """Run one prompt and add it to the row; returns whether it succeeded."""
         taken = self.run(of.server, self.nodes_of(of, of.server.get("/object_info"), seed, kernel))
         of.row["prompts"].append({"prompt": name, **taken})
         if "died" in taken and kernel is None:
@@ -320,7 +320,7 @@ class Table(Bench):
         return TINY_STEPS if self.options.tiny else STEPS[of.setup.model]
 
     def _first(self, of: Contender) -> None:
-        """The first prompts, until all code is there."""
+        """Run the first prompts, until all code is compiled."""
         if not of.has_our_pack:
             self._run(of, "first", 1000)
             return
@@ -341,7 +341,7 @@ class Table(Bench):
         watch.stop()
 
     def _last(self, of: Contender) -> None:
-        """The last of the settled prompts, and what they tell."""
+        """Run the last of the settled prompts, and put their figures into the row."""
         if self._run(of, "settled", LAST_SEED):
             self._sum_up(of)
             self._compare(of)
@@ -360,11 +360,11 @@ class Table(Bench):
             row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
             row["compiled_in_call"] = [sentence for model in report for sentence in model["compiled_in_call"]]
             row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
-            row["says"] = settled[-1].get("lines", {})  # it may name code that keeps CUDA graphs off: this bench's, if wrong
+            row["says"] = settled[-1].get("lines", {})  # shows if code of this benchmark keeps CUDA graphs off
             row["cuda_graphs"] = of.server.get("/session/graphs")["captures"]
 
     def _compare(self, of: Contender) -> None:
-        """Keep eager's last latent; the distance of the others' from that."""
+        """Keep eager's last latent; for another variant, measure the distance of its latent from that."""
         if of.variant == "eager":
             of.server.post("/session/latent", {"file": self._latent_file(of)})
         elif Path(self._latent_file(of)).exists():
@@ -387,13 +387,13 @@ class Table(Bench):
 
 
 def _put_off(prompt: dict) -> int:
-    """After how many more runs ours begins to compile, as its lines said then; 0: it has begun."""
+    """After how many more runs the pack begins to compile, as its status lines said after `prompt`; 0: it has begun."""
     words = [word for _state, *says in prompt.get("lines", {}).values() for word in says]
     return max((word[1] for word in words if word and word[0] == "putOff"), default=0)
 
 
 def step_seconds(prompts: list[dict]) -> list[float]:
-    """Seconds of the steps of these prompts without the first step of each sampling, which includes loading; or of decodes."""
+    """Seconds of the prompts' steps without each sampling's first step, which includes loading, or its only one (a decode)."""
     samplings = [steps for prompt in prompts for steps in (*prompt.get("warmup_steps", []), prompt["steps"])]
     return [seconds for steps in samplings for seconds in steps[1:] or steps]
 

@@ -1,4 +1,4 @@
-"""Make all that shows figures from benchmarks/results/*.json: tables of README and docs, the chart.
+"""Make the tables of README and docs, and the chart, from benchmarks/results/*.json.
 
 python -m benchmarks.tables               # write them
 python -m benchmarks.tables --check       # write nothing; end with 1 and name the files that differ
@@ -21,7 +21,7 @@ def replace(text: str, name: str, table: str) -> str:
     return f"{before}{begin}{around}{table}{around}{end}{after}"
 
 
-# In the middle of a line.
+# Inserted within a line, without newlines.
 INLINE = {
     "set-ups": lambda: str(len(compatibility.outcomes())),
     "measured": session_tables.where_measured,
@@ -61,7 +61,7 @@ FILES = {
 
 
 def made() -> dict[Path, str]:
-    """Every file with figures, and what it must hold."""
+    """{file with figures: the text that it must hold}."""
     texts = {}
     for name, tables in FILES.items():
         texts[ROOT / name] = (ROOT / name).read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def made() -> dict[Path, str]:
 
 
 def stale() -> list[str]:
-    """The files, relative to the repository, that are not what the results files make."""
+    """Paths, relative to the repository, of the files that differ from what the results files make."""
     return [str(f.relative_to(ROOT)) for f, content in made().items() if f.read_text(encoding="utf-8") != content]
 
 
