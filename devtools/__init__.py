@@ -1,1 +1,1 @@
-"""What dev.py and the tests share. Nothing in here is needed by people who only use the nodes."""
+"""Developers' tools, shared by dev.py and the tests. The nodes do not need this package."""

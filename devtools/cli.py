@@ -1,4 +1,4 @@
-"""The command line of dev.py. The outer process sets up; what needs torch runs in the chosen interpreter."""
+"""Parse dev.py's command line, set up, and run the command; commands that need torch run in the venv's interpreter."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ INSIDE = "TORCH_COMPILE_KIT_INSIDE"
 
 
 def add_choices(parser, comfyui, torch):
-    """The options that choose a host and an interpreter; the arguments are their defaults."""
+    """Add the options that choose a ComfyUI and a PyTorch; `comfyui` and `torch` are their defaults."""
     parser.add_argument(
         "--comfyui",
         metavar="FOLDER",
@@ -41,8 +41,8 @@ def parse(argv):
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, **more):
-        # The options may stand before or after the command. After it they have no defaults, which would undo those before.
-        # No abbreviations, since pytest has options that begin alike.
+        # The options may stand before or after the command; after it without defaults, which would overwrite earlier values.
+        # No abbreviations, since options of pytest begin alike.
         added = commands.add_parser(name, allow_abbrev=False, **more)
         add_choices(added, *[argparse.SUPPRESS] * 2)
         return added
@@ -93,7 +93,7 @@ def main(argv):
         return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
     # Without confcutdir, pytest would also import our __init__.py above tests/, as a package of tests.
     pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
-    if options.part == "first" and rest:  # tests that are named run, in whatever part they are
+    if options.part == "first" and rest:  # tests that are named run, whatever their part
         options.part = "whole"
     part = suite.arguments(options.part)
     if options.command == "test":
@@ -119,7 +119,7 @@ def run(command, environment):
     while True:
         try:
             code = process.wait()
-            return 143 if told else code  # pytest ends with 0 where all tests that had ended passed
+            return 143 if told else code  # a terminated pytest exits with 0 if all finished tests passed
         except KeyboardInterrupt:
             # The child is interrupted too, and ends its own server.
             continue

@@ -1,4 +1,4 @@
-"""What set-up is made of: steps that say how they go, commands whose output is logged, errors in words."""
+"""Run the steps of set-up: print progress, log the output of commands, raise errors that say what to do."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def check_disk(folder):
 
 
 def run(command, doing, **variables):
-    """Run a command with these environment variables too, its output in the log, with a sign of life every few seconds."""
+    """Run a command with `variables` added to the environment; logs its output and prints progress every few seconds."""
     started = shown = time.monotonic()
     lines = []
     with open(LOG, "a", encoding="utf-8") as log:

@@ -1,4 +1,4 @@
-"""Show what the pack is for: how long one waits for an image, and that it is the same image.
+"""Show what the pack does: how long a user waits for an image with and without it, and that the image stays the same.
 
 1. Load the model: a tiny Flux that draws a lighthouse (lighthouse.py).
 2. Uncompiled, with our node, with core's node: the first image, the next one, another size. All on one real ComfyUI server.
@@ -29,14 +29,14 @@ BAR = 40
 # Pixels between the two pictures, and below them.
 GAP, CAPTION = 8, 32
 UNCOMPILED, OURS, CORE = "uncompiled", "Torch Compile", "core's TorchCompileModel"
-# What one does first, as (words, seed, whether at the other size).
+# The images that a user makes first: (words, seed, whether at the other size).
 WAITS = (("first image", 1, False), ("next image", 2, False), ("another size", 1, True))
-# The images that are compared; other seeds, since ComfyUI answers a prompt that it knows from its cache.
+# The images that are compared, with other seeds than WAITS: ComfyUI would answer a repeated prompt from its cache.
 COMPARED = (("main", 3, False), ("other", 2, True))
 
 
 class DemoError(Exception):
-    """The demo ran and showed something that must not be."""
+    """A prompt of the demo failed, or its images cannot be timed."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Images:
 class Job:
     """The model and how it samples.
 
-    loaders: nodes of a prompt; "model", "positive", "negative" and "vae" are the outputs that the rest takes.
+    loaders: a prompt's nodes that load files. outputs: links to their "model", "positive", "negative" and "vae".
     """
 
     loaders: dict
@@ -95,7 +95,7 @@ class Job:
 
 
 def tiny_job(base):
-    """The lighthouse: write its files for ComfyUI's loaders."""
+    """Write the lighthouse's files for ComfyUI's loaders; returns the job that draws it."""
     from . import lighthouse
 
     lighthouse.write(Path(base) / "models")
@@ -116,7 +116,7 @@ def say(text=""):
 
 
 def queue(server, prompt):
-    """Run a prompt; its history entry, and the seconds that ComfyUI took."""
+    """Run a prompt; returns its history entry, and the seconds that ComfyUI took."""
     entry = server.queue(prompt)
     if error := error_of(entry):
         raise DemoError(f"node {error['node_id']} ({error['node_type']}): {error['exception_message'].strip()}")
@@ -125,7 +125,7 @@ def queue(server, prompt):
 
 
 def wait(server, job, compiler, images):
-    """Make the first images, as somebody who has just added the node."""
+    """Make the first images, as a user who has just added the node, and note their seconds."""
     for words, seed, other in WAITS:
         _, images.seconds[words] = queue(server, job.prompt(compiler, seed, other))
         say(f"    {words:<14}{images.seconds[words]:6.1f} s")

@@ -1,4 +1,4 @@
-"""The demo's prompt, as a node for its server: the tiny Flux has no text encoder."""
+"""Define the node that makes the demo's conditioning: the tiny Flux has no text encoder."""
 
 import torch
 

@@ -10,7 +10,7 @@ LANGUAGES = ("ja", "zh")
 
 
 def outline(page):
-    """What a translation of a help page must have in common with it: headings, what is folded, code, links, inputs by name."""
+    """What a help page and its translations must share: headings, folded sections, lists, code, links, names of inputs."""
     lines = page.splitlines()
     return {
         "headings": [re.match("#+", line)[0] for line in lines if line.startswith("#")],

@@ -1,4 +1,4 @@
-"""ComfyUI in .dev/: versions that the package registry has, and a newer one, which is lent beside the checkout."""
+"""Get ComfyUI into .dev/: a version from the package registry, or the newest from an archive beside the checkout."""
 
 import hashlib
 import shutil
@@ -21,7 +21,7 @@ LENT = ROOT.parent / "shared" / "hosts"
 
 
 def choose(comfyui=None):
-    """The folder of `comfyui`, a folder or a version that we can get; the folder of a version need not be there yet."""
+    """The folder of `comfyui`, a folder or a version that `get` can get; the folder of a version need not exist yet."""
     version = comfyui or COMFYUI_VERSION
     if version in (*HOSTS, NEWEST[0]):
         return DEV / f"comfyui-{version}"
@@ -35,7 +35,7 @@ def choose(comfyui=None):
 
 
 def version_in(folder):
-    """The version that a ComfyUI folder says it is."""
+    """The version in a ComfyUI folder's comfyui_version.py."""
     text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
     return text.partition('__version__ = "')[2].partition('"')[0]
 
@@ -50,7 +50,7 @@ def get(target, python):
 
 
 def host_folder(version, python):
-    """The folder of that ComfyUI, downloaded if it is not there yet."""
+    """The folder of this version of ComfyUI, downloaded or unpacked if it does not exist yet."""
     target = choose(version)
     if not target.exists():
         DEV.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def check(archive, sha256):
 
 
 def unpack(archive, target, inside):
-    """Unpack the folder `inside` of the archive, and move it into place as a whole: no interruption leaves a part of it."""
+    """Unpack the folder `inside` of the archive, then rename it to `target`: an interruption leaves no partial `target`."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(archive) as tar:

@@ -1,4 +1,4 @@
-"""Makes this process a ComfyUI process: its modules importable, its options set, as its main.py would."""
+"""Set this process up as ComfyUI's main.py would: make ComfyUI's modules importable, and set its options."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def has_gpu():
 
 
 def enter_host(base):
-    """Import the host's options with `base` as its base directory; everything else of it may then be imported."""
+    """Import ComfyUI's options with `base` as the base directory; ComfyUI's other modules may be imported afterwards."""
     host = str(host_folder())
     if host not in sys.path:
         sys.path.insert(0, host)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from . import hosts
 
-# What ComfyUI, the tests of sessions and the benchmarks import beside PyTorch, numpy, transformers and aiohttp.
+# Packages that ComfyUI, the tests of sessions and the benchmarks import beside PyTorch, numpy, transformers and aiohttp.
 WHEELS = (
     "torchsde", "trampoline", "einops", "av", "spandrel", "simpleeval", "blake3", "websocket-client", "alembic", "mako",
     "sqlalchemy", "greenlet", "pydantic==2.12.5", "pydantic-core==2.41.5", "pydantic-settings", "python-dotenv",

@@ -1,8 +1,8 @@
 """Write the demo's model, a tiny Flux that has learned one picture, and the decoder that paints it, for ComfyUI's loaders.
 
-The weights are data. What made them is in git at f53a9b8: this file drew the scene, sixteen shapes as distances from their
-edges, one a channel of the latent, and computed a TAESD decoder that paints each with its colour; train_lighthouse.py trained
-the Flux. Import it only where the host is on sys.path.
+The weights are data. The code that made them is in git at f53a9b8: this file drew the scene, sixteen shapes as distances from
+their edges, one shape for each channel of the latent, and computed a TAESD decoder that paints each shape with its colour;
+train_lighthouse.py trained the Flux. Import this module only where ComfyUI is on sys.path.
 """
 
 from pathlib import Path
@@ -21,17 +21,17 @@ NARROW = 384
 CHANNELS = 16
 # The number of tokens of the prompt, and their width: the prompt is an identity matrix, and txt_in the only text encoder.
 TOKENS = 32
-# Constants of the host's latent format for Flux, undone here so that the decoder gets what the model made.
+# Constants of ComfyUI's latent format for Flux, undone here so that the decoder gets the model's own output.
 SCALE, SHIFT = 0.3611, 0.1159
 
 
 def scene():
-    """What the model is to draw."""
+    """The latent that the model is to draw."""
     return safetensors.torch.load_file(PICTURE)["scene"].float()
 
 
 def decoder():
-    """The weights of the host's TAESD."""
+    """The weights of ComfyUI's TAESD that paint the scene."""
     known = safetensors.torch.load_file(PICTURE)
     state = comfy.taesd.taesd.TAESD(latent_channels=CHANNELS).state_dict()
     state = {key: known[key].float() if key in known else torch.zeros_like(value) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""Run what can be checked without running the pack: `python dev.py lint`. Each step is a process; two run at a time."""
+"""Run the checks that need no run of the pack: `python dev.py lint`. Each step is a process; two run at a time."""
 
 import os
 import re
@@ -47,15 +47,15 @@ def steps(python, host):
 def run_step(step, root=ROOT):
     """(whether nothing is wrong, what the step wrote, its seconds)."""
     started = time.monotonic()
-    # A cache of mypy or ruff stays in the checkout, which is what makes the second run short.
+    # The caches of mypy and ruff stay in the checkout, which makes the second run short.
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each step compiles what it imports
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each step compiles its imports to bytecode
     done = subprocess.run(
         step.command, cwd=root, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
     )
     output = done.stdout + done.stderr
     good = done.returncode == 0 and not (step.refused and re.search(step.refused, output))
-    # comfy-cli says on stderr what it has found; other tools write unrelated lines there.
+    # comfy-cli prints its findings on stderr; other tools print unrelated lines there.
     return good, output if step.refused or not good else done.stdout, time.monotonic() - started
 
 

@@ -1,10 +1,10 @@
-"""The texts of the nodes in several languages: writes locales/en from the nodes' schemas and compares the others with it.
+"""Write locales/en, the nodes' texts, from the nodes' schemas, and compare the other languages with it.
 
 python -m devtools.locales --comfyui FOLDER      # with the Python that runs this ComfyUI; ends with 1 where a text is wrong
 
-What `python dev.py lint` looks at, these and the other texts, without writing: devtools/texts.py.
-ComfyUI reads locales/LANGUAGE/main.json (the page takes `nodeCategories` of it for its menu, our scripts `torchCompileKit`),
-nodeDefs.json and settings.json. The English of our scripts and settings is written by hand.
+`python dev.py lint` runs devtools/texts.py instead, which checks these and all other texts and writes nothing.
+ComfyUI reads locales/LANGUAGE/main.json (the page's menu shows its `nodeCategories`, our scripts its `torchCompileKit`),
+nodeDefs.json and settings.json. The English texts of our scripts and settings are written by hand.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .inprocess import enter_host
 FOLDER = ROOT / "locales"
 FILES = ("main.json", "nodeDefs.json", "settings.json")
 LANGUAGES = ("ja", "zh", "zh-TW", "ko", "fr", "de", "es", "ru")
-# The page has vue-i18n read display names, descriptions and names as messages, in which these are syntax.
+# vue-i18n parses display names, descriptions and names as messages, in which these characters are syntax.
 SYNTAX = re.compile(r"[{}@|]")
 NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?:[.x]\d+)*")
 
@@ -86,7 +86,7 @@ def wrong(source, translation, values):
 
     Args:
         source, translation: the content of the files of English and of the other language.
-        values: what `choices` returns; those that English names must stand in the translation, as must numbers.
+        values: what `choices` returns; values and numbers in the English text must be in the translation, too.
     """
     source, translation = texts(source), texts(translation)
     lines = [f"{key}: lacks" for key in source if key not in translation]
@@ -105,7 +105,7 @@ def wrong(source, translation, values):
 
 
 def names(text, word):
-    """Whether a text has the word, and not only as a part of another in Latin letters."""
+    """Whether a text has the word, and not only as a part of a longer word in Latin letters."""
     return re.search(rf"(?<![A-Za-z0-9_-]){re.escape(word)}(?![A-Za-z0-9_-])", text) is not None
 
 
@@ -116,7 +116,7 @@ def schemas_in(pack):
 
 
 def write_english(content, folder=FOLDER):
-    """Write the English files, and return the paths of the texts that are new or read otherwise than before."""
+    """Write the English files, and return the paths of the texts that are new or changed."""
     before, now = texts(read("en", folder)), texts(content)
     (folder / "en").mkdir(parents=True, exist_ok=True)
     for name, tree in content.items():
@@ -126,7 +126,7 @@ def write_english(content, folder=FOLDER):
 
 
 def load_schemas(comfyui):
-    """The schema of each node, from the pack as this ComfyUI loads it; once a process."""
+    """The schema of each node, from the pack as this ComfyUI loads it; call this once per process."""
     os.environ["COMFYUI_PATH"] = str(comfyui.resolve())
     sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]  # its nodes/ is not ComfyUI's
     with tempfile.TemporaryDirectory(prefix="torch-compile-kit-locales-") as base:

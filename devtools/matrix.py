@@ -1,4 +1,4 @@
-"""The compatibility table: tests run on one ComfyUI with one PyTorch, and how they ended kept in a results file."""
+"""Record in a results file how tests ended on one ComfyUI with one PyTorch, for the compatibility table."""
 
 import ast
 import datetime
@@ -61,7 +61,7 @@ def merge(file, run):
 
 
 def record(junit, python, host, part, command):
-    """Keep what the tests of this part came to in the results file, and say it."""
+    """Put the outcome of this part's tests into the results file, and print it."""
     version = hosts.version_in(host)
     about = json.loads(subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=True).stdout)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -2,9 +2,9 @@
 
     COMFYUI_PATH=COMFYUI python -m devtools.pictures --base /opt/ComfyUI
 
-No speed is gained on a CPU, so `use` shows the line of a run on a GPU, sent to the page as the server sends it
-(benchmarks/results/ready.json); its caption says whose. Look at both before they are committed: no picture may show a path of
-temporary files or an error. docs/use.webp, the animation, was made by this file at f53a9b8.
+No speed is gained on a CPU, so `use` shows the status line of a run on a GPU, sent to the page as the server sends it
+(benchmarks/results/ready.json); the caption names the GPU. Look at both pictures before you commit them: no picture may show a
+path of temporary files or an error. docs/use.webp, the animation, was made by this file at f53a9b8.
 
 Needs Playwright and Chromium. The base directory must not exist: its name is in the picture of the tab.
 """
@@ -19,7 +19,7 @@ from .demo import tiny_job
 from .server import Server
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-# At most ten frames a second: without a GPU each is drawn by the CPU, which the model needs.
+# At most ten frames a second: without a GPU the CPU draws each frame, and the model needs the CPU.
 FEW_FRAMES = """
     const soon = window.requestAnimationFrame.bind(window);
     window.requestAnimationFrame = (draw) => setTimeout(() => soon(draw), 100);
@@ -46,10 +46,10 @@ SETTINGS = {
 SHARP = 2  # pixels of a picture for each of the page
 MARGIN = 24
 CORNER = 90, 150  # of the window, where the first node is
-# Where nodes are that are not in the picture: their links come from above, between the others.
+# Positions of nodes outside the picture: their links enter it from above, between the visible nodes.
 ABOVE = {"LighthousePrompt": [430, -260], "VAEDecode": [80, -260], "VAELoader": [-300, -260], "EmptyLatentImage": [390, -420]}
 THREE = {"UNETLoader": [0, 0, 290, 90], "TorchCompileKitModel": [340, 0, 340, 130], "KSampler": [750, 0, 280, 262]}
-# What the nodes held in the run of benchmarks/results/ready.json.
+# Values of widgets in the run of benchmarks/results/ready.json.
 FLUX = "flux1-dev.safetensors"
 RECORDED = (
     *(("UNETLoader", "unet_name", FLUX), ("KSampler", "steps", 20)),
@@ -58,7 +58,7 @@ RECORDED = (
 
 
 class Story:
-    """The page of a server with the lighthouse in it, and what is pressed there; recorded: the line of a run on a GPU."""
+    """Drive the page of a server that has the lighthouse; `recorded`: the status line of a run on a GPU."""
 
     def __init__(self, browser, server, job, recorded):
         self.server, self.job, self.recorded = server, job, recorded
@@ -93,7 +93,7 @@ class Story:
         self.until(f"() => app.graph._nodes.length === {len(prompt)}")
 
     def place(self, places, **above):
-        """Show nodes at these places (x, y, width, height), with links from others that are above; their clip."""
+        """Show the nodes of `places` at (x, y, width, height), move others out of the picture; returns the picture's clip."""
         width, height = self.js(
             """([places, hidden, corner]) => {
                 let right = -Infinity, bottom = -Infinity;
@@ -135,7 +135,7 @@ class Story:
         time.sleep(1)
 
     def show_recorded(self):
-        """The nodes as of the run on a GPU, with its line."""
+        """Set the nodes' widgets and the status line to those of the run on a GPU."""
         for node, widget, value in RECORDED:
             self.set(node, widget, value)
         line = """(line) => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status",
@@ -146,7 +146,7 @@ class Story:
         return any(model["being_compiled"] for model in self.server.get("/torch-compile-kit/report")["models"])
 
     def use(self):
-        """The three nodes, large, once all is compiled."""
+        """Take the picture of the three nodes once all blocks are compiled."""
         self.load(self.prompt())
         self.run()
         while self.being_compiled():

@@ -1,4 +1,4 @@
-"""From the shipped workflow to prompts the server takes: the page's conversion, then stand-ins for the big models."""
+"""Convert shipped workflows to prompts as the page does, and change prompts: tiny models, other inputs, other nodes."""
 
 import copy
 import json
@@ -103,13 +103,13 @@ def shrink(prompt, width=512, height=512, steps=8, seed=1):
 
 
 def with_latent(prompt, prefix):
-    """Also save what the sampler returns, to compare it bit by bit."""
+    """Add a node that saves the sampler's latent, to compare latents bit by bit."""
     inputs = {"samples": [find(prompt, "KSampler"), 0], "filename_prefix": prefix}
     return {**prompt, "save_latent": {"class_type": "SaveLatent", "inputs": inputs}}
 
 
 def with_benchmark(prompt, **inputs):
-    """Also benchmark, with the inputs of the warmup; `inputs` are added to these, or replace them."""
+    """Add a Benchmark node with the inputs of the Warmup node; `inputs` are added to these or replace them."""
     given = {name: value for name, value in prompt[find(prompt, WARMUP_NODE)]["inputs"].items() if name != "extra_sizes"}
     node = {"class_type": BENCHMARK_NODE, "inputs": {**given, "steps": 2, "trace": False, **inputs}}
     return {**prompt, "benchmark": node}
@@ -132,7 +132,7 @@ def without_kit(prompt):
 
 
 def only_warmup(prompt):
-    """The prompt up to and with Warmup: what it needs and nothing that samples an image."""
+    """The Warmup node and all nodes upstream of it, so that no image is sampled."""
     kept, todo = {}, [find(prompt, WARMUP_NODE)]
     while todo:
         node_id = todo.pop()

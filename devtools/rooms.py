@@ -1,11 +1,11 @@
-"""Check the rooms of engine/: imports go down only, without a circle. python -m devtools.rooms"""
+"""Check that imports between rooms (folders of nodes/ and engine/) go down only, without a cycle: python -m devtools.rooms"""
 
 import ast
 import sys
 
 from .commands import ROOT
 
-# From the nodes down; a room may import those below its floor, and itself. "engine" is what lies in engine/ itself.
+# From the top down: a room may import itself and rooms on lower floors. "engine" stands for the modules directly in engine/.
 FLOORS = [
     {"nodes"},
     {"engine/host/nodes"},
@@ -64,7 +64,7 @@ def circles(modules):
 
 
 def without_rule(root, modules):
-    """Rooms that do not say what may be imported there."""
+    """Rooms whose __init__.py does not say what may be imported there."""
     lines = []
     for room in sorted({*map(room_of, modules)} - {"nodes"}):
         docstring = ast.get_docstring(ast.parse((root / room / "__init__.py").read_text(encoding="utf-8")))

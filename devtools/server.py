@@ -1,4 +1,4 @@
-"""A real ComfyUI server with the pack in it, as a process of our own, and the few requests that we make of it."""
+"""Start a real ComfyUI server with the pack as a child process, and send it requests."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def host_arguments(gpu):
 
 
 def prepare_base(base, root=ROOT):
-    """An empty base directory (models, input, output, custom_nodes, user) with the pack in its custom_nodes."""
+    """Make a base directory (models, input, output, temp, user, custom_nodes) with the pack in its custom_nodes."""
     base = Path(base)
     for folder in ("models", "input", "output", "temp", "user", "custom_nodes"):
         (base / folder).mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Server:
         host: the folder of ComfyUI.
         base: its base directory; made if it does not exist.
         arguments: more arguments of main.py.
-        environment: variables that are added to ours.
+        environment: variables that are added to this process's own.
         launcher: a command that starts the process, such as ("taskset", "-c", "0-3").
     """
 
@@ -201,7 +201,7 @@ class Server:
 
     @contextmanager
     def progress(self):
-        """A list that fills with (seconds, node id, step) while prompts of ours run."""
+        """A list that fills with (seconds, node id, step) while prompts of this `client_id` run."""
         steps = []
 
         def step(kind, data):
@@ -213,7 +213,7 @@ class Server:
 
     @contextmanager
     def heard(self, client_id=None):
-        """A list that fills with (event, data): what is sent to the page of a client; None: to ours."""
+        """A list that fills with each (event, data) sent to the page of `client_id`; None: of this object's own `client_id`."""
         events = []
         with self._listening(client_id or self.client_id, lambda *event: events.append(event)):
             yield events

@@ -1,4 +1,4 @@
-"""Sets up a host and an interpreter for it under .dev/, once; later runs find what is there and do nothing."""
+"""Set up a ComfyUI and a venv for it under .dev/, once; later runs reuse both."""
 
 from . import hosts, venvs
 from .commands import DEV, LOG, SetupError, check_disk, step

@@ -1,6 +1,6 @@
-"""Parts of the suite: what runs in any ComfyUI, and what a newer ComfyUI or PyTorch can break."""
+"""Choose the tests of each part of the suite: for any ComfyUI, for newer versions, for each PyTorch, for Windows."""
 
-# File below tests/ -> names of tests, each with all parameters or one; (): all tests. These run in every ComfyUI, old or new.
+# File below tests/ -> names of tests, with all parameters or one of them; (): all tests. Run in every ComfyUI, old or new.
 CORE = {
     "host/model/test_integrity": (
         "test_keys_are_the_same_before_inside_and_after",
@@ -23,7 +23,7 @@ CORE = {
     ),
 }
 MODELS = "flux", "wan", "qwen_image", "z_image", "sd3", "sdxl"
-# Run with CORE on new versions: what newer versions have broken, or could.
+# Run with CORE on new versions: tests of features that newer versions have broken, or could break.
 NEWEST = {
     "canaries/test_names": (),
     "canaries/test_objects": (),
@@ -62,7 +62,7 @@ NEWEST = {
     "engine/test_torch_settings": (),
     "server/test_nodes": ("test_image_is_the_same_with_and_without_the_nodes",),
 }
-# What another PyTorch can break without a model of ComfyUI, in minutes: run with each version that users may have.
+# Tests, without a model of ComfyUI, of features that another PyTorch can break; run in minutes with each version of users.
 PYTORCH = ["tests/canaries", "tests/engine/compile", "tests/engine/inductor", "tests/engine/test_torch_settings.py"]
 # Windows in CI has no C++ compiler on its path, no Triton, and PyTorch's build for CPUs: rooms that need none of these, ...
 WINDOWS = [
@@ -84,13 +84,13 @@ NOT_ON_WINDOWS = [
 
 
 def tests_of(chosen):
-    """What pytest is given for the tests of CORE or NEWEST."""
+    """Arguments of pytest for the tests of CORE or NEWEST."""
     files = [(f"tests/{file}.py", names) for file, names in chosen.items()]
     return [f"{file}::{name}" for file, names in files for name in names] + [file for file, names in files if not names]
 
 
 def arguments(part):
-    """What pytest gets for a part: "whole", "first", "rest", "core", "newest", "pytorch" or "windows"."""
+    """Arguments of pytest for a part: "whole", "first", "rest", "core", "newest", "pytorch" or "windows"."""
     if part == "whole":
         return []
     if part in ("first", "rest"):

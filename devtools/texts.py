@@ -16,7 +16,7 @@ from .commands import ROOT
 REPORT = "report.json"
 # Names of inputs and values, which stay as they are in every language.
 KEPT = ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "auto", "true")
-# Sentences that may be the same in any language: they hold nothing but other sentences.
+# Sentences that may be the same in any language, since they consist of other sentences.
 FRAMES = ("cure", "or", "details", "phase", "limit", "inEnglish", "cacheSaved")
 ROOMS = (
     "nodes",
@@ -92,7 +92,7 @@ def unused_or_missing(root=ROOT):
 
 
 def wrong_files(folder=locales.FOLDER):
-    """Languages and files that are missing or unknown, and files that are not written as the script writes them."""
+    """Languages and files that are missing or unknown, and files that are not formatted as devtools.locales writes files."""
     wanted = {f"{language}/{name}" for language in ("en", *locales.LANGUAGES) for name in locales.FILES}
     wanted |= {f"{language}/{REPORT}" for language in ("en", *locales.LANGUAGES)}
     found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}

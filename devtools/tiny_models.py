@@ -1,6 +1,6 @@
-"""Tiny models with random weights, built from the host's own classes: as files for its loaders, or as patchers.
+"""Build tiny models with random weights from ComfyUI's own classes, as files for ComfyUI's loaders or as patchers.
 
-Import it only where the host is on sys.path. The same name always gives the same weights.
+Import this module only where ComfyUI is on sys.path. The same name always gives the same weights.
 """
 
 import json
@@ -83,7 +83,7 @@ def _diffusion_model(name, device, dtype=torch.float32):
 
 
 def build_patcher(name, device=None):
-    """A ModelPatcher around the tiny model called `name`, fp32, on the device where the host would sample."""
+    """A ModelPatcher around the tiny model called `name`, fp32, on the device on which ComfyUI would sample."""
     device = device or comfy.model_management.get_torch_device()
     model = _diffusion_model(name, device)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
@@ -104,7 +104,7 @@ def conditioning(name, tokens=24, seed=0):
 
 
 def empty_latent(name, width=64, height=64, length=1, batch_size=1):
-    """The samples of an empty LATENT, shaped as the host's own Empty...Latent node for that model does."""
+    """The samples of an empty LATENT, in the shape that ComfyUI's Empty...Latent node for that model makes."""
     channels = 4 if name == "sdxl" else 16
     size = [batch_size, channels, height // 8, width // 8]
     if name in ("wan", "qwen_image"):
@@ -128,14 +128,14 @@ def write_wan(path):
 
 
 def write_clip_l(path):
-    """CLIP-L at its full size, the only one the host's loader knows; half precision keeps the file at 250 MB."""
+    """CLIP-L at full size, the only size that ComfyUI's loader knows; half precision keeps the file at 250 MB."""
     config = json.loads((Path(comfy.ops.__file__).parent / "sd1_clip_config.json").read_text())
     clip = comfy.clip_model.CLIPTextModel(config, torch.float16, torch.device("cpu"), comfy.ops.manual_cast)
     return _save(_randomise(clip, seed=100, std=0.02).state_dict(), path)
 
 
 def write_flux_vae(path):
-    """An autoencoder with a narrow decoder: the host reads the decoder's width from the file, not the encoder's."""
+    """An autoencoder with a narrow decoder: ComfyUI reads the decoder's width from the file, but not the encoder's."""
     vae = AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": VAE},

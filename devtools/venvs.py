@@ -1,4 +1,4 @@
-"""Environments for ComfyUI under .dev/, one for each PyTorch; a stamp says for which requirements each was made."""
+"""Make venvs for ComfyUI under .dev/, one for each PyTorch; a stamp file in each holds the requirements installed there."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ TORCH = {
     "2.15": ("2.15.0", "0.29.2"),
 }
 NEWEST = "2.15"
-# The last version of torchaudio; it asks for no version of PyTorch. Each earlier version is made for one of PyTorch's.
+# The last version of torchaudio, which requires no version of PyTorch; each earlier version is for the PyTorch of its number.
 TORCHAUDIO = "2.11.0"
 WITHOUT_CHECK = """
 
@@ -80,7 +80,7 @@ def difference(before, after):
 
 
 def install(venv, host, torch=PINNED):
-    """Install what this host wants with this PyTorch, unless it is what was installed there last."""
+    """Install the requirements of this ComfyUI with this PyTorch, unless the venv's stamp has the same."""
     wanted = requirements(host, torch)
     stamp, text = venv / "torch-compile-kit-installed.txt", "\n".join(wanted)
     before = stamp.read_text(encoding="utf-8") if stamp.exists() else None
@@ -96,10 +96,10 @@ def install(venv, host, torch=PINNED):
         stamp.unlink()
     file = venv / "requirements.txt"
     file.write_text(text, encoding="utf-8")
-    # --no-compile: most of the 19,000 modules are never imported; the others are compiled then.
+    # --no-compile: most of the 19,000 modules are never imported; Python compiles a module when it is imported.
     pip = [python_in(venv), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
     pip += ["-r", file]
-    # A machine's own limits (`constraint` in pip.conf) are for who names no version; each PyTorch here is named.
+    # Ignore the machine's `constraint` in pip.conf, which is meant for installations that name no version of PyTorch.
     step(doing, lambda: run(pip, "installing the requirements", PIP_CONSTRAINT=os.devnull))
     if _numbers(TORCH[torch][0]) > _numbers(TORCHAUDIO):
         let_torchaudio_import(venv)
