@@ -20,6 +20,7 @@ sampling run, removes from the layers the attributes that `_settle` set.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -88,7 +89,9 @@ class BlockWeights:
         self.foreign = [m for m in modules if m in apart]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
-        self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
+        self._dtype = dtype
+        casting = [(m, _casts(m, m._parameters, dtype)) for m in layers if m not in placed]
+        self._recast = [(m, casts) for m, casts in casting if m.comfy_cast_weights != casts]
         # Whether weights are transferred in each call.
         self.moves = bool(self._fetched) or self._packed.move
         # Whether all weights are on the device once the pages of dynamic VRAM are filled.
@@ -113,7 +116,8 @@ class BlockWeights:
             self._eager.place()
         for module, parameters in [item for weights in (*self._fetched, self._packed) for item in weights.resolve()]:
             if "comfy_cast_weights" in module.__dict__:
-                changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
+                casts = _casts(module, parameters, self._dtype)
+                changes = {"comfy_cast_weights": casts, "weight_function": [], "bias_function": []}
                 if hasattr(module, "layout_type") and (module.weight_function or module.bias_function):
                     # With functions (LoRA) the host's forward makes no quantised product; this keeps that without them.
                     changes["comfy_force_cast_weights"] = True
@@ -122,8 +126,8 @@ class BlockWeights:
             if module in self._packed.unpacked:
                 self._swap(module.__dict__, self._packed.unpacked[module].attributes(), ())
                 self._swap(module._parameters, {"bias": self._packed.unpacked[module].bias()}, ())
-        for module in self._recast:
-            self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
+        for module, casts in self._recast:
+            self._swap(module.__dict__, {"comfy_cast_weights": casts}, ())
         if self.order is not None and self.following is not None:
             self.order.prefetched = self.following
             try:
@@ -161,9 +165,16 @@ class BlockWeights:
 _ABSENT = object()
 
 
-def _casts(layer: nn.Module) -> bool:
-    """Whether the layer casts weights that are on the device: because of its class, or because casting is forced."""
-    return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
+def _casts(layer: nn.Module, parameters: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> bool:
+    """Whether the layer casts `parameters`, which are on the device, to the dtype of its input: because of its class, because
+    casting is forced, or because the host casts and one is not in the model's `dtype`. Under dynamic VRAM the host casts in
+    every layer: small weights stay in the dtype of the file, and ModelComputeDtype may have changed the model's."""
+    if type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False):
+        return True
+    plain = [
+        p for p in parameters.values() if p is not None and p.is_floating_point() and not isinstance(p, streaming.QUANTIZED)
+    ]
+    return layer.comfy_cast_weights and any(p.dtype != dtype for p in plain)
 
 
 def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
