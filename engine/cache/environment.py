@@ -60,6 +60,11 @@ def compile_for(device: str) -> None:
         environment.cache_clear()
 
 
+def variables() -> dict[str, str]:
+    """A copy of `os.environ`, whose methods raise KeyError if another thread (`folder_scope`) removes a variable meanwhile."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 @functools.cache
 def environment() -> dict[str, str]:
     """What compiled code depends on beside the model: if any of these values differs, so does the code's name."""

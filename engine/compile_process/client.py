@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..background.thread import Postponed, compiler
-from ..cache.environment import versions
+from ..cache.environment import variables, versions
 from ..failures.describe import DescribedError
 from ..files import files_in, locked
 from ..log import logger
@@ -362,7 +362,7 @@ class CompileProcess:
         environment = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(workers),
             "TORCHINDUCTOR_WORKER_START": "fork",
-            **os.environ,
+            **variables(),
             **scratch,
             **CACHEABLE,
             # Workers that are not forked would not know the stand-in cards.

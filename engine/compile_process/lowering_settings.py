@@ -1,6 +1,5 @@
 """The settings of PyTorch on which compiled code depends: read where a graph is traced, applied where it is lowered."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..cache.environment import variables
 from ..inductor import rotary_norms
 from ..inductor.kitchen import products_as_operators
 from ..torch_compat import private
@@ -29,7 +29,7 @@ def now(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if kind == "cpu" else None,
         "precision": _precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
+        "variables": {name: value for name, value in sorted(variables().items()) if _is_setting(name)},
     }
 
 

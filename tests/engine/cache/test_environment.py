@@ -1,5 +1,6 @@
 """What compiled code depends on beside the model."""
 
+import collections
 import os
 import subprocess
 import sys
@@ -51,3 +52,17 @@ def test_the_cache_depends_on_the_device_that_the_host_computes_on(engine, monke
         assert machine.environment()["device"].startswith(name)
     finally:
         machine.environment.cache_clear()
+
+
+def test_a_variable_that_another_thread_removes_is_left_out(engine, monkeypatch):
+    """As `folder_scope` does while code is loaded."""
+
+    class Environment(collections.ChainMap):
+        def __iter__(self):
+            return iter([*super().__iter__(), "TRITON_GONE"])
+
+    monkeypatch.setattr(os, "environ", Environment({"TRITON_X": "1"}))
+    with pytest.raises(KeyError):
+        dict(os.environ.items())
+    assert engine("cache.environment").variables() == {"TRITON_X": "1"}
+    assert engine("compile_process.lowering_settings").now(torch.device("cpu"))["variables"] == {"TRITON_X": "1"}
