@@ -211,6 +211,8 @@ class CompileProcess:
             if self._scratch is None or not self._scratch.exists():  # a cleaner of temporary files may have removed it
                 folder = _private_folder()
                 self._scratch, self._scratch_lock, self._scratch_of = folder, locked(folder / LOCK), os.getpid()
+            with contextlib.suppress(OSError):  # a cleaner that removed the old lock would let another server remove the folder
+                os.utime(self._scratch / LOCK)
             return self._scratch
 
     def start(self) -> None:

@@ -107,6 +107,8 @@ def test_a_folder_that_a_cleaner_has_removed_is_made_anew(engine, monkeypatch, t
     assert second != first and second.exists()
     os.utime(second, (0, 0))
     assert client.CompileProcess().scratch != second == here.scratch and second.exists()
+    os.utime(second / client.LOCK, (0, 0))
+    assert here.scratch == second and (second / client.LOCK).stat().st_mtime > 0, "a cleaner removes what is old"
 
 
 def test_what_code_is_called_with_is_kept_with_it(engine):
