@@ -345,9 +345,11 @@ class CompileProcess:
     def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""
         self.check()
+        if self._running is not None and self._running.process.poll() is not None:
+            self._running = None  # it is not ended again: its PID may be another process's by now
         if self._running is not None and measures and not self._running.sees_cards:
             self._end(self._running)
-        if self._running is None or self._running.process.poll() is not None:
+        if self._running is None:
             self._running = self._start(measures)
         return self._running
 

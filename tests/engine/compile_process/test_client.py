@@ -461,6 +461,20 @@ def test_a_graph_that_comes_as_it_ends_by_idleness_is_given_to_another_one_of_it
     assert kinds == [False] and "was lost" not in caplog.text
 
 
+def test_a_process_that_has_ended_is_not_ended_again(process, monkeypatch):
+    """Its PID may be that of another process by now."""
+    process.now._ensure()
+    ended = process.now._running.process
+    ended.kill()
+    ended.wait()
+    killed = []
+    monkeypatch.setattr(process.client.child, "kill_group", killed.append)
+    running = process.now._ensure(measures=True).process
+    assert killed == [] and running.pid != ended.pid
+    monkeypatch.undo()
+    process.end()
+
+
 @pytest.mark.parametrize("what", ["code of the pack", "torch"])
 def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(process, net, monkeypatch, what):
     """Not in the call either: there modules of the old version would import those of the new one."""
