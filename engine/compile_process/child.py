@@ -126,6 +126,8 @@ def main() -> None:
     channel.write(GREETING)
     channel.flush()
     incoming = os.fdopen(os.dup(0), "rb")  # workers are forked while a thread reads, and each closes its `sys.stdin` first
+    with open(os.devnull, "rb") as nothing:  # not the pipe for compilers: on Windows they would wait for the thread that reads
+        os.dup2(nothing.fileno(), 0)
     requests: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
     writing = threading.Lock()
     works = threading.Event()

@@ -161,6 +161,7 @@ def test_a_graph_is_lowered_and_what_is_printed_goes_to_the_log(process, net, ca
     with caplog.at_level(logging.DEBUG, "torch-compile-kit"):
         assert compile_beside(net) == 1 and is_compiled(net)
         wait_until(lambda: "noise on stderr" in caplog.text, "nothing is in the log")
+    assert os.readlink(f"/proc/{process.now.pid}/fd/0") == os.devnull, "compilers get the pipe that a thread reads"
     said = [record for record in caplog.records if "noise" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.DEBUG] * 3
     assert process.now.is_ready and why_inline(net) == [None]
