@@ -68,10 +68,12 @@ _OURS = tuple(os.path.normcase(Path(__file__).parent.parent / room) + os.sep for
 _LIBRARY = os.path.normcase(os.path.join(sysconfig.get_path("stdlib"), "os.py"))
 _INSTALLED = ("site-packages", "dist-packages")
 # Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages (their addresses stay), and
-# memory for transfers to them. The host sets them to new objects in each run, and some of them in each step.
+# memory for transfers to them. The host sets them to new objects in each run, and some of them in each step. Also what patchers
+# note on their model (comfy/model_patcher.py): a ControlNet's model is the network itself.
 OF_PAGES = frozenset(
     {"weight_lowvram_function", "bias_lowvram_function", "_v", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
-    | {"_prefetch"}
+    | {"_prefetch", "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "model_loaded_weight_memory"}
+    | {"model_offload_buffer_memory", "model_lowvram", "lowvram_patch_counter", "current_weight_patches_uuid"}
 )
 # The host's memory management, on which no kernel depends. These modules change often: packs replace functions there at import,
 # there are counters of pinned memory, and the host sets another callback for each prompt (execution.py, `execute_async`).

@@ -244,6 +244,17 @@ def test_what_the_hosts_code_holds_is_told_by_value(engine):
     assert survey_of(network.modules()).values == values, "data of tensors, and the order of attributes, do not count"
 
 
+def test_what_a_patcher_notes_on_its_model_is_no_state_of_the_model(engine):
+    """A ControlNet's patcher holds the network itself (comfy/model_patcher.py, `ModelPatcherDynamic`)."""
+    network, survey_of = net(), engine("ownership").survey_of
+    network.dynamic_pins, network.dynamic_patchers, network.model_loaded_weight_memory = {"cuda": [[], 0]}, {1}, 0
+    values = survey_of(network.modules()).values
+    network.dynamic_pins["cuda"] = [[1], 4096]
+    network.dynamic_patchers.add(2)
+    network.model_loaded_weight_memory = 4096
+    assert survey_of(network.modules()).values == values
+
+
 def test_options_are_foreign_by_what_they_hold(engine):
     in_options = engine("ownership").foreign_in_options
     ours = engine("attention_kernels").override_for("flash")
