@@ -129,10 +129,10 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
         foreign, reason, key = code.look(network, why_no_graphs, (None, "the model cannot be looked at", None))
         if key is None:
             _say_off(network, foreign, reason, notes)
-            if graphs.hold_memory and is_short_of_memory(device):
-                graphs.drop()  # the graphs were kept for a run without the other pack's code
+            drop_unused(network, device)
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
+        state.keyed_in = code.runs
         if state.pages:
             forward = functools.partial(_fetching, state.pages, forward)
 
@@ -168,6 +168,14 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes, size: int) -> Iterat
             yield
     finally:
         calls.clear()
+
+
+def drop_unused(network: nn.Module, device: torch.device) -> None:
+    """Drop graphs if memory is short, and no call of this run may have one: they were kept for runs without the other pack's
+    code. A run may have calls of both kinds: PerturbedAttentionGuidance calls the model again without self-attention."""
+    graphs = graphs_of(network)
+    if graphs.hold_memory and state_of(network).keyed_in != code_of(network).runs and is_short_of_memory(device):
+        graphs.drop()
 
 
 def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: Notes) -> None:
@@ -328,6 +336,7 @@ class NetworkState:
         squeezed: how often graphs were dropped because of `lacks_room` in the last runs.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last are compiled.
+        keyed_in: the last sampling run with a call that may be replayed.
         told_in: the last sampling run with a note that blocks are not plain (`Binding.plain`).
     """
 
@@ -339,6 +348,7 @@ class NetworkState:
     squeezed: int = 0
     channels_last_fails: str = ""
     norms_ready: bool = False
+    keyed_in: int = -1
     told_in: int = -1
 
 

@@ -24,8 +24,8 @@ from ...settings import CompileSettings
 from ...threads import in_one_piece
 from ...torch_compat import private
 from ..adapter import KEY
-from ..graphs.memory import is_short_of_memory
 from ..graphs.policy import always_replays
+from ..graphs.replay import drop_unused
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
 from .comparison import comparison_for
@@ -152,8 +152,7 @@ class BlockCompiler:
         watch.left_slower = slower = comparison.slower if comparison is not None else None
         if slower is not None:
             self.notes.add(in_words(slower, ENGLISH))
-            if is_short_of_memory(device):
-                graphs_of(network).drop()  # the graphs were kept for calls without the patch
+            drop_unused(network, device)
             return uncompiled()
         if comparison is None or not may_turn:
             return compiled()

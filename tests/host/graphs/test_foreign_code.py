@@ -398,6 +398,19 @@ def test_graphs_that_wait_for_a_run_without_it_give_their_memory_back_where_it_i
     assert set(calls) == {not is_short} and bool(graphs.graphs) is not is_short
 
 
+def test_graphs_of_a_run_that_also_has_patched_calls_stay_where_memory_is_short(flux, monkeypatch):
+    """As with PerturbedAttentionGuidance, which calls the model again in each step, with another attention."""
+    from comfy_extras.nodes_pag import PerturbedAttentionGuidance
+
+    unet = Runs(flux.tiny, flux.engine, "sdxl", steps=6)
+    monkeypatch.setattr(flux.engine("host.graphs.replay"), "is_short_of_memory", lambda _device: True)
+    (guided,) = PerturbedAttentionGuidance.execute(unet.attach(unet.patcher), 3.0).args
+    graphs = graphs_of(unet)
+    for _ in range(2):
+        unet.run(guided)
+    assert (graphs.captures, len(graphs.graphs)) == (1, 1) and graphs.replays > 6
+
+
 def test_the_node_says_whose_code_it_is(flux):
     settings = flux.engine("settings").CompileSettings(
         backend="eager", only_blocks="single_blocks.*", compile_when="before first image"
