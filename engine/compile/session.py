@@ -6,6 +6,7 @@ stack of its thread (`monitor.calls`). A compilation belongs to the topmost sess
 
 from __future__ import annotations
 
+import enum
 import gc
 import threading
 import time
@@ -139,6 +140,23 @@ def _may_vary(value: Any) -> bool:
     return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
+# Before 2.15, a number, a text, None or an Enum that is read through its class (`State.strength`) becomes a constant without a
+# guard (pytorch#176851), so that compiled code of another pack would keep its first value.
+_attribute_of_class = private.attribute_of_class
+
+
+def guarded_attribute(class_variable: Any, translator: Any, name: str) -> Any:
+    """In place of `UserDefinedClassVariable.var_getattr` of torch/_dynamo/variables/user_defined.py."""
+    result, cls = _attribute_of_class(class_variable, translator, name), class_variable.value
+    variables = private.variables
+    constants = variables.ConstantVariable, variables.EnumVariable, variables.BaseListVariable
+    has_guard = class_variable.source is None or result.source is not None or not isinstance(result, constants)
+    if has_guard or name.startswith("__") or issubclass(cls, enum.Enum) or cls.__module__.startswith("torch"):
+        return result
+    source = private.AttrSource(class_variable.source, name)
+    return variables.VariableTracker.build(translator, getattr(cls, name), source)
+
+
 # After a graph break in a loop, Dynamo runs the whole function uncompiled, unless `maybe_has_backedge` finds no loop. Both
 # answers give right code (torch/_dynamo/symbolic_convert.py). The host calls patches in loops, over lists of one or two.
 _maybe_has_backedge = private.maybe_has_backedge
@@ -152,7 +170,7 @@ def _has_loop(self: Any) -> bool:
 # (`compile_lock`). `get_funcname` tokenizes each source file that is traced, for a debug log: 0.7 of the first 2 s of Flux.
 # `profile_guard_manager` runs the guards of a new graph once more, for a debug log. The garbage collector takes 0.3 s to visit
 # what the host and its nodes have loaded.
-_REPLACED = "iter_contains", "get_funcname", "profile_guard_manager", "maybe_has_backedge"
+_REPLACED = "iter_contains", "attribute_of_class", "get_funcname", "profile_guard_manager", "maybe_has_backedge"
 tracing_scope = SharedScope(
     {
         **{name: private.switch(name) for name in _REPLACED},
@@ -161,6 +179,7 @@ tracing_scope = SharedScope(
 )
 TRACING = {
     "iter_contains": traceable_contains,
+    "attribute_of_class": guarded_attribute,
     "get_funcname": lambda *_: None,
     "profile_guard_manager": lambda *_: 0.0,
     "maybe_has_backedge": _has_loop,

@@ -124,6 +124,8 @@ NAMES = {
     ),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
+    "attribute_of_class": PrivateName("torch._dynamo.variables.user_defined:UserDefinedClassVariable.var_getattr", ""),
+    "AttrSource": PrivateName("torch._dynamo.source:AttrSource", "changed attributes of other packs' classes may go unnoticed"),
     "has_primary_context": PrivateName(
         "torch._C:_cuda_hasPrimaryContext", "each GPU of the machine gives some memory to this process", lambda _index: True
     ),

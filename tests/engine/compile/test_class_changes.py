@@ -338,3 +338,36 @@ def test_an_error_of_such_an_object_is_its_own(engine, on_failure):
         step.at_once(x)
     del net.blocks[0].inner.forward
     assert torch.equal(step.at_once(x), net(x)) and not step.failures
+
+
+class State:
+    """What another pack's node sets."""
+
+    strength, mode, kinds = 1.0, "times", [2.0]
+
+
+def host_function(x):
+    return x
+
+
+def of_another_pack(x):
+    return x * State.strength * State.kinds[0] if State.mode == "times" else x + type(State()).strength
+
+
+class Calling(Block):
+    def forward(self, x):
+        return host_function(super().forward(x))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_a_function_reads_from_a_class_is_guarded(engine, monkeypatch, at_once):
+    """A pack has replaced a function of the host's by one that reads what its node has set."""
+    net, x = CompiledNet(engine, Net(Calling)), torch.randn(2, 4, 8)
+    monkeypatch.setitem(globals(), "host_function", of_another_pack)
+    for name, value in (("strength", 3.0), ("mode", "plus"), ("strength", 0.5), ("mode", "times"), ("kinds", [4.0])):
+        for _ in range(2):
+            assert torch.allclose(net.call(at_once, x), net.net(x), atol=1e-5)
+        monkeypatch.setattr(State, name, value)
+        for _ in range(2):
+            assert torch.allclose(net.call(at_once, x), net.net(x), atol=1e-5), name
+    assert net.graphs and not net.failures
