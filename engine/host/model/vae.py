@@ -66,18 +66,19 @@ class LaidOut:
                 self.line.put(self._word, COMPILED_ELSEWHERE)
             return self.function(*args, **kwargs)
         shape = (tuple(x.shape), x.dtype)
+        device = kwargs.get("device") or x.device  # LTX's and MiniMax' encoders move pieces of a video in RAM to the GPU
         # Our kernels have no backward.
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
         turn = TURNS[len(self._seconds[shape])] if self.channels_last is None else self.channels_last
         why = None
         if turn and possible:  # if it is not possible now, the turn comes later
             try:
-                return self._timed(shape, x.device, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
+                return self._timed(shape, device, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
             except Exception as error:
                 why = "" if never_swallowed(error) else in_one_line(error)
                 if not why:  # noted before the plain call, which may run out of memory too
                     self._too_large.add(shape)
-        result = self._timed(shape, x.device, False, lambda: self.function(*args, **kwargs))
+        result = self._timed(shape, device, False, lambda: self.function(*args, **kwargs))
         if why:  # and the plain call raised no error, so the layout was the cause
             self.channels_last = False
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)

@@ -186,7 +186,9 @@ def test_the_device_that_the_latent_is_on_is_timed(engine, kernels, monkeypatch)
     module, timed = engine("host.model.vae"), []
     monkeypatch.setattr(module, "seconds_when_done", lambda device: timed.append(device) or 0.0)
     module.LaidOut("decode", lambda x: x, engine("messages.status").Line(None))(torch.zeros(1, 4, 4, 4, device="meta"))
-    assert timed == [torch.device("meta")] * 2
+    encode = module.LaidOut("encode", lambda x, device: x, engine("messages.status").Line(None))
+    encode(torch.zeros(1, 3, 4, 4), device=torch.device("meta"))  # comfy/sd.py, `comfy_has_chunked_io`
+    assert timed == [torch.device("meta")] * 4
 
 
 def test_an_error_of_the_call_itself_gives_nothing_up(engine, kernels, clock):
