@@ -66,10 +66,11 @@ def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:
     return shape
 
 
-def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
+def labelled_latent(patcher, size: Size, latent: dict | None = None, like: dict | None = None) -> tuple[str, dict]:
     """Return a name for reports, and the latent to sample (`samples`; `noise_mask`, which may be None).
 
-    A `latent` is sampled in place of `size`, fitted to the model as by the host's KSampler (common_ksampler).
+    A `latent` is sampled in place of `size`, fitted to the model as by the host's KSampler (common_ksampler). Without `latent`,
+    parts beside the video (LTX-2's sound) are as in `like`: without sound the model's blocks run other code.
 
     Raises:
         InvalidSetting: the model cannot make that size.
@@ -82,6 +83,9 @@ def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[st
         sampled = Size(shape[-1] * ratio, shape[-2] * ratio, length, size.batch)
         label = sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
         samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
+        if like is not None and getattr(like["samples"], "is_nested", False):
+            _video, *others = like["samples"].unbind()
+            samples = type(like["samples"])([samples, *(part.new_zeros(size.batch, *part.shape[1:]) for part in others)])
         return label, {"samples": samples, "noise_mask": None}
     ratios = latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], *ratios)

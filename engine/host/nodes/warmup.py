@@ -49,7 +49,7 @@ def warm_up(
     warmed: list[WarmedSize] = []
     with WarmupProgress(len(sizes), steps, kinds, settings.backend == "inductor", node_id) as progress:
         for index, size in enumerate(sizes):  # a latent at a time: many large ones would not fit in memory
-            label, prepared = labelled_latent(patcher, size, latent if index == 0 else None)
+            label, prepared = labelled_latent(patcher, size, latent if index == 0 else None, latent)
             if latent is not None:
                 prepared["noise_mask"] = latent.get("noise_mask")
             raise_if_interrupted()

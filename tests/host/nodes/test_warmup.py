@@ -385,3 +385,16 @@ def test_seconds_in_the_node_are_those_of_the_size_at_work_and_at_the_end_those_
         "96x64 (2 of 2): loading the model, 4 s",
         "Warm: nothing to compile, 54 s",
     ]
+
+
+def test_an_extra_size_of_a_video_with_sound_has_sound(engine, tiny):
+    """Without sound LTX-2's blocks run other code (comfy/ldm/lightricks/av_model.py)."""
+    from comfy.nested_tensor import NestedTensor
+
+    patcher, size = tiny.build_patcher("wan"), engine("host.nodes.warmup_plan").Size(64, 64, 9, 2)
+    labelled = engine("host.nodes.sampling").labelled_latent
+    video = labelled(patcher, size)[1]["samples"]
+    like = {"samples": NestedTensor([torch.zeros(1, *video.shape[1:]), torch.ones(1, 8, 5, 4)])}
+    parts = labelled(patcher, size, None, like)[1]["samples"].unbind()
+    assert [part.shape for part in parts] == [video.shape, (2, 8, 5, 4)] and not any(part.any() for part in parts)
+    assert labelled(patcher, size, None, {"samples": video})[1]["samples"].shape == video.shape
