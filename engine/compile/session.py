@@ -148,13 +148,11 @@ _attribute_of_class = private.attribute_of_class
 def guarded_attribute(class_variable: Any, translator: Any, name: str) -> Any:
     """In place of `UserDefinedClassVariable.var_getattr` of torch/_dynamo/variables/user_defined.py."""
     result, cls = _attribute_of_class(class_variable, translator, name), class_variable.value
-    variables = private.variables
-    constants = variables.ConstantVariable, variables.EnumVariable, variables.BaseListVariable
-    has_guard = class_variable.source is None or result.source is not None or not isinstance(result, constants)
+    has_guard = class_variable.source is None or result.source is not None or not result.is_python_constant()
     if has_guard or name.startswith("__") or issubclass(cls, enum.Enum) or cls.__module__.startswith("torch"):
         return result
     source = private.AttrSource(class_variable.source, name)
-    return variables.VariableTracker.build(translator, getattr(cls, name), source)
+    return private.variables.VariableTracker.build(translator, getattr(cls, name), source)
 
 
 # After a graph break in a loop, Dynamo runs the whole function uncompiled, unless `maybe_has_backedge` finds no loop. Both
