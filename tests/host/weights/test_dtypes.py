@@ -48,6 +48,7 @@ def test_small_weights_in_the_dtype_of_the_file(tiny, engine, monkeypatch, when)
             assert relative_error(runs.run(compiled), expected) < 1e-2
             wait_until_compiled(engine)
     assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert sum(group.stats.graph_breaks for group in runs.groups) == 0
     assert runs.graphs and not runs.failures
 
 
