@@ -151,8 +151,11 @@ def guarded_attribute(class_variable: Any, translator: Any, name: str) -> Any:
     has_guard = class_variable.source is None or result.source is not None or not result.is_python_constant()
     if has_guard or name.startswith("__") or issubclass(cls, enum.Enum) or cls.__module__.startswith("torch"):
         return result
-    source = private.AttrSource(class_variable.source, name)
-    return private.variables.VariableTracker.build(translator, getattr(cls, name), source)
+    try:
+        value = getattr(cls, name)
+    except AttributeError:  # Dynamo takes an attribute that a class with a metaclass lacks for None
+        return result
+    return private.variables.VariableTracker.build(translator, value, private.AttrSource(class_variable.source, name))
 
 
 # After a graph break in a loop, Dynamo runs the whole function uncompiled, unless `maybe_has_backedge` finds no loop. Both

@@ -233,7 +233,8 @@ def switched_off() -> str | None:
 
 
 def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """(read, write) for a name; `read` gives None if it is missing or, with `late`, while its module is not imported."""
+    """(read, write) for a name; `read` gives None if it is missing or, with `late`, while its module is not imported: then
+    `write` does nothing, as nobody would remove the name again."""
     module, _, path = NAMES[name].path.partition(":")
     owners, _, attribute = path.rpartition(".")
 
@@ -250,7 +251,7 @@ def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[
         return vars(holder).get(attribute) if isinstance(holder, type) else getattr(holder, attribute, None)
 
     def write(value: Any) -> None:
-        if value is not None:
+        if value is not None and read() is not None:
             setattr(owner(), attribute, value)
 
     return read, write

@@ -1,5 +1,6 @@
 """Classes that are exchanged under a block, and methods that are replaced on them, after code was made and before."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -340,7 +341,11 @@ def test_an_error_of_such_an_object_is_its_own(engine, on_failure):
     assert torch.equal(step.at_once(x), net(x)) and not step.failures
 
 
-class State:
+class Kind(type):
+    """A metaclass, as an abstract class has one."""
+
+
+class State(metaclass=Kind):
     """What another pack's node sets."""
 
     strength, mode, kinds = 1.0, "times", [2.0]
@@ -351,6 +356,8 @@ def host_function(x):
 
 
 def of_another_pack(x):
+    with contextlib.suppress(AttributeError):
+        _ = State.missing
     return x * State.strength * State.kinds[0] if State.mode == "times" else x + type(State()).strength
 
 
@@ -371,3 +378,13 @@ def test_what_a_function_reads_from_a_class_is_guarded(engine, monkeypatch, at_o
         for _ in range(2):
             assert torch.allclose(net.call(at_once, x), net.net(x), atol=1e-5), name
     assert net.graphs and not net.failures
+
+
+def test_a_name_that_this_pytorch_lacks_is_not_set(engine, monkeypatch):
+    """Nothing would remove it again."""
+    private = engine("torch_compat.private")
+    path = "torch._dynamo.variables.user_defined:UserDefinedClassVariable.of_another_version"
+    monkeypatch.setitem(private.NAMES, "attribute_of_class", private.PrivateName(path, ""))
+    read, write = private.switch("attribute_of_class")
+    write(lambda: None)
+    assert read() is None
