@@ -83,6 +83,8 @@ USES = {
     "torch._inductor.standalone_compile.AOTCompiledArtifact.deserialize": Use(since="2.10"),
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
     "torch._subclasses.fake_tensor.init_gpu_context": replaced(),
+    # 2.15 guards what is read from a class itself; which version before that began to is not known.
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable.var_getattr": Use(until="2.14"),
     "torch.utils._triton._extern_libs_key": Use(since="2.12"),  # before, a graph on disk does not depend on libdevice
     "triton.backends.nvidia.driver.CudaLauncher.__call__": called(10),
     "comfy.cli_args.args.disable_comfy_compiler": Use(since="0.34"),  # before, ComfyUI has no compiler of its own
