@@ -75,16 +75,16 @@ def release_of(network: nn.Module) -> Callable[[], bool] | None:
 
 
 def _put_back(reference: weakref.ref[nn.Module]) -> bool:
-    network, found = reference(), False
+    network, had_copies = reference(), False
     for p in network.parameters() if network is not None else ():  # at exit, globals of this module are gone: use none
         if hasattr(patches := vars(p).get("patches"), "kept_in_ram"):
-            p.patches, found = patches.kept_in_ram, True
-    return found
+            p.patches, had_copies = patches.kept_in_ram, True
+    return had_copies
 
 
 def _lists(network: nn.Module) -> Iterator[tuple[Any, list]]:
-    found = ((p, vars(p).get("patches")) for p in network.parameters())
-    return ((p, patches) for p, patches in found if isinstance(patches, list))
+    all_patches = ((p, vars(p).get("patches")) for p in network.parameters())
+    return ((p, patches) for p, patches in all_patches if isinstance(patches, list))
 
 
 def _bytes_elsewhere(patches: list, device: torch.device) -> int:
